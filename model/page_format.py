@@ -1,0 +1,31 @@
+"""The page format that a loaded model implies."""
+
+from __future__ import annotations
+
+from pdmesh.model.config import ModelConfig
+from pdmesh.wire.hashes import PageFormat
+from pdmesh.wire.ids import PAGE_SIZE
+
+
+def page_format(
+    config: ModelConfig, model_name: str, weights: str, dtype: str, mtp: bool
+) -> PageFormat:
+    """What two workers must agree on to exchange pages of this model.
+
+    Args:
+        config: the model's configuration.
+        model_name: the name that clients use.
+        weights: fingerprint of configuration and weights.
+        dtype: "float32", "bfloat16" or "float16".
+        mtp: whether MTP latents are kept in the pages.
+    """
+    mtp_layers = config.num_nextn_predict_layers if mtp else 0
+    return PageFormat(
+        model=model_name,
+        weights=weights,
+        dtype=dtype,
+        page_size=PAGE_SIZE,
+        num_layers=config.num_hidden_layers + mtp_layers,
+        mtp_layers=mtp_layers,
+        latent_width=config.kv_lora_rank + config.qk_rope_head_dim,
+    )

@@ -1,0 +1,33 @@
+"""Settings of one prefill worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Everything a prefill worker is told when it starts.
+
+    ``pages`` is the size of its latent pool in pages; ``chunk_tokens`` the tokens of one step, a
+    multiple of the page size; ``port`` 0 lets the system choose.
+    """
+
+    worker_id: str
+    redis_url: str
+    mesh: str
+    secret_file: Path
+    model_path: Path
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    transfer_host: str = "127.0.0.1"
+    dtype: str = "float32"
+    device: str = "cpu"
+    mtp: bool = True
+    pages: int = 256
+    threads: int = 1
+    lease_ttl_s: float = 5.0
+    chunk_tokens: int = 512
+    max_queue: int = 1024

@@ -1,0 +1,127 @@
+"""The computing half of a prefill worker: chunks in, pages and first tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdmesh.kvcache.store import LatentStore
+from pdmesh.model.batch import Batch, SequenceSlice
+from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.sampler import Choice, sample
+from pdmesh.wire.messages import TokenLogprobs
+from pdmesh.wire.sampling import SamplingParams
+
+
+@dataclass
+class PromptRows:
+    """One chunk of one prompt, as the model sees it.
+
+    ``carry`` is the hidden state [hidden] of position ``start - 1`` where an earlier chunk of this
+    prompt computed it; ``push(layer)`` is called when a layer's latents are in the pages.
+    """
+
+    tokens: Sequence[int]
+    page_table: tuple[int, ...]
+    start: int
+    end: int
+    write_from: int
+    sampling: SamplingParams
+    output_position: int
+    last: bool
+    push: Callable[[int], None]
+    carry: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """The hidden state [hidden] of the chunk's last position; the first token if it was the end."""
+
+    carry: Tensor
+    token_id: int | None
+    logprobs: TokenLogprobs | None
+
+
+class PrefillRunner:
+    """Runs chunks of several prompts as one batch in the MHA form."""
+
+    def __init__(self, model: DeepseekV3, store: LatentStore, page_size: int, mtp: bool) -> None:
+        self._model = model
+        self._store = store
+        self._page_size = page_size
+        self._mtp = mtp
+
+    @torch.inference_mode()
+    def step(self, prompts: Sequence[PromptRows]) -> list[ChunkResult]:
+        """One forward pass over all rows; pages are filled and pushed layer by layer."""
+        batch = self._batch(prompts, [p.start for p in prompts])
+
+        def on_layer(layer: int) -> None:
+            for prompt in prompts:
+                prompt.push(layer)
+
+        hidden = self._model.forward(batch, self._store.tensor, "mha", on_layer)
+        ends = _ends([p.end - p.start for p in prompts])
+        if self._mtp:
+            self._fill_mtp(prompts, hidden, ends)
+        last_rows = hidden[torch.tensor([end - 1 for end in ends])]
+        return self._results(prompts, last_rows)
+
+    def _batch(self, prompts: Sequence[PromptRows], starts: Sequence[int]) -> Batch:
+        pairs = list(zip(prompts, starts, strict=True))
+        slices = [
+            SequenceSlice(p.page_table, start, p.end, max(start, p.write_from))
+            for p, start in pairs
+        ]
+        tokens = [p.tokens[start : p.end] for p, start in pairs]
+        return Batch.build(slices, tokens, self._page_size, self._store.tensor.device)
+
+    def _fill_mtp(self, prompts: Sequence[PromptRows], hidden: Tensor, ends: list[int]) -> None:
+        """Writes MTP latents: slot j comes from (hidden of j-1, token j); slot 0 stays empty."""
+        chosen: list[PromptRows] = []
+        starts: list[int] = []
+        previous: list[Tensor] = []
+        for prompt, end in zip(prompts, ends, strict=True):
+            start = max(1, prompt.write_from, prompt.start + (prompt.carry is None))
+            if start >= prompt.end:
+                continue
+            offset = end - prompt.end  # row of position p is offset + p
+            if start == prompt.start:
+                assert prompt.carry is not None
+                previous.append(prompt.carry.unsqueeze(0))
+                previous.append(hidden[offset + start : offset + prompt.end - 1])
+            else:
+                previous.append(hidden[offset + start - 1 : offset + prompt.end - 1])
+            chosen.append(prompt)
+            starts.append(start)
+        if chosen:
+            batch = self._batch(chosen, starts)
+            self._model.mtp_forward(batch, torch.cat(previous), self._store.tensor, "mha")
+        layer = self._store.tensor.shape[1] - 1
+        for prompt in prompts:
+            prompt.push(layer)
+
+    def _results(self, prompts: Sequence[PromptRows], last_rows: Tensor) -> list[ChunkResult]:
+        finished = [i for i, prompt in enumerate(prompts) if prompt.last]
+        first: dict[int, tuple[int, TokenLogprobs | None]] = {}
+        if finished:
+            logits = self._model.logits(last_rows[finished])
+            choices = [Choice(prompts[i].sampling, prompts[i].output_position) for i in finished]
+            ids, logprobs = sample(logits, choices)
+            first = dict(zip(finished, zip(ids, logprobs, strict=True), strict=True))
+        return [
+            ChunkResult(last_rows[i].clone(), *first.get(i, (None, None)))
+            for i in range(len(prompts))
+        ]
+
+
+def _ends(lengths: Sequence[int]) -> list[int]:
+    """Cumulative sums: the row after each prompt's last row."""
+    total, ends = 0, []
+    for length in lengths:
+        total += length
+        ends.append(total)
+    return ends

@@ -1,0 +1,33 @@
+"""The text of one answer, a token at a time: whole characters, cut at a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdmesh.text.detokenizer import IncrementalDetokenizer
+from pdmesh.text.stop import StopMatcher
+from pdmesh.text.tokenizer import Tokenizer
+
+
+class OutputText:
+    """Detokeniser and stop strings in one; fed single tokens, so a stop ends at a known one."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._matcher = StopMatcher(stops)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete; the last token added completed it."""
+        return self._matcher.hit is not None
+
+    def add(self, token: int) -> str:
+        """The text that can be shown after one more token."""
+        return self._matcher.add(self._detokenizer.add((token,)))[0]
+
+    def finish(self) -> str:
+        """The rest, once no more tokens come; empty after a stop string."""
+        if self.stopped:
+            return ""
+        text, hit = self._matcher.add(self._detokenizer.finish())
+        return text if hit else text + self._matcher.finish()

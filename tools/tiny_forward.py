@@ -1,0 +1,90 @@
+"""A training forward over the serving model's own parameters: dropout, and experts without a sync.
+
+The serving code runs one numerically pinned form on flat rows. Training wants whole windows,
+dropout and one compiled graph, so the same equations (DeepSeek-V3 report, arXiv:2412.19437,
+sections 2.1 and 2.2) are stated once more here. A test holds both to the same outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GROUP_ALIGN = 16
+
+
+@dataclass(frozen=True)
+class Mode:
+    """`dropout` of each residual branch; `grouped`: products by expert instead of all experts."""
+
+    dropout: float = 0.0
+    grouped: bool = False
+    checkpoint: bool = False
+
+
+def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """x [..., h]; gate_up [2 i, h]; down [h, i]."""
+    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+def route(logits: Tensor, bias: Tensor, groups: int, top_groups: int, top_k: int) -> Tensor:
+    """Chosen experts as a 0/1 mask [n, experts] (noaux_tc); no gradient flows through the choice."""
+    with torch.no_grad():
+        choice = torch.sigmoid(logits.float()) + bias
+        grouped = choice.unflatten(-1, (groups, -1))
+        rank = grouped.topk(2, dim=-1).values.sum(-1)
+        kept = torch.zeros_like(rank).scatter(-1, rank.topk(top_groups, dim=-1).indices, 1.0)
+        choice = grouped.masked_fill(kept.unsqueeze(-1) == 0, -1e9).flatten(-2)
+        chosen = choice.topk(top_k, dim=-1).indices
+        return torch.zeros_like(choice).scatter(-1, chosen, 1.0)
+
+
+def expert_weights(logits: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Sigmoid scores of the chosen experts, normalised to sum `scale`. [n, experts] float32."""
+    scores = torch.sigmoid(logits.float()) * mask
+    return scores * (scale / (scores.sum(-1, keepdim=True) + 1e-20))
+
+
+def all_experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Every expert on every row, weighted (zero where not chosen): one wide SwiGLU.
+
+    x [n, h]; weights [n, e]; gate_up [e, 2 i, h]; down [e, h, i].
+    """
+    experts, double, _ = gate_up.shape
+    wide = F.linear(x, gate_up.flatten(0, 1)).unflatten(-1, (experts, double))
+    gate, up = wide.chunk(2, dim=-1)
+    hidden = F.silu(gate) * up * weights.to(x.dtype).unsqueeze(-1)
+    return F.linear(hidden.flatten(-2), down.transpose(0, 1).flatten(1))
+
+
+def grouped_experts(
+    x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, top_k: int
+) -> Tensor:
+    """The same sum with one grouped product: only the chosen (row, expert) pairs are computed."""
+    rows, experts = weights.shape
+    chosen_weights, chosen = weights.topk(top_k, dim=-1)
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    counts = torch.zeros(experts, dtype=torch.int64, device=x.device)
+    counts = counts.scatter_add(0, flat, torch.ones_like(flat))
+    padded = (counts + GROUP_ALIGN - 1) // GROUP_ALIGN * GROUP_ALIGN
+    ends = padded.cumsum(0)
+    shift = (ends - padded) - (counts.cumsum(0) - counts)
+    position = torch.arange(rows * top_k, device=x.device) + shift[flat[order]]
+    slots = torch.empty_like(position).scatter(0, order, position)
+    size = rows * top_k + experts * GROUP_ALIGN
+    source = torch.zeros(size, dtype=torch.int64, device=x.device)
+    source = source.scatter(0, slots, torch.arange(rows * top_k, device=x.device) // top_k)
+    pair_weight = x.new_zeros(size).scatter(0, slots, chosen_weights.flatten().to(x.dtype))
+    offs = ends.to(torch.int32)
+    inside = (torch.arange(size, device=x.device) < ends[-1]).unsqueeze(-1)
+    grouped = x[source]
+    wide = F.grouped_mm(grouped, gate_up.to(x.dtype).transpose(1, 2), offs=offs)
+    gate, up = torch.where(inside, wide, 0.0).chunk(2, dim=-1)
+    hidden = F.silu(gate) * up * pair_weight.unsqueeze(-1)
+    parts = F.grouped_mm(hidden, down.to(x.dtype).transpose(1, 2), offs=offs)
+    return parts[slots].view(rows, top_k, -1).sum(1)

@@ -1,0 +1,195 @@
+"""Messages between router and workers: MessagePack, one struct a message.
+
+The order of a request: the router sends ``ReserveRequest`` to a decode worker and gets a
+``Lease``; sends ``PrefillRequest`` with the lease to a prefill worker and gets a ``FirstToken``;
+opens ``StreamRequest`` at the decode worker and gets ``TokenChunk``s; sends ``ReleaseRequest``.
+Positions count from 0 at the first prompt token; output position 0 is the first generated token.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pdmesh.wire.hashes import PageFormat
+from pdmesh.wire.sampling import SamplingParams
+
+PROTOCOL_VERSION = 1
+"""Raised with every change of a message; peers of another version are refused by name."""
+
+Role = Literal["prefill", "decode"]
+FinishReason = Literal["stop", "length"]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Log-probability of a chosen token, and of the most likely ones at its position."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Router to decode: promise pages for a prompt and all it may generate."""
+
+    request_id: str
+    attempt: int
+    num_prompt_tokens: int
+    hashes: tuple[bytes, ...]
+    """Hashes of the prompt's full pages."""
+    tenant: str = ""
+    max_tokens: int
+    deadline_ms: int
+    """Milliseconds from receipt after which the decode worker starts to drain the lease."""
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Decode to router, and on to prefill: where one writer may put the missing pages."""
+
+    lease_id: str
+    generation: int
+    instance: str
+    """Instance of the decode worker."""
+    cached_pages: int
+    """Leading prompt pages that the decode worker holds already; they are not sent."""
+    num_pages: int
+    """Pages that the prompt needs in all (the last may be partial)."""
+    transports: tuple[tuple[str, str], ...]
+    """(name, address) of each transport the receiver listens on, best first."""
+    page_format: PageFormat
+
+
+class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Router to prefill: compute a prompt, push its pages, return the first token."""
+
+    request_id: str
+    attempt: int
+    token_ids: tuple[int, ...]
+    tenant: str = ""
+    sampling: SamplingParams
+    output_offset: int = 0
+    """Output tokens already in token_ids (after a failover); keeps seeded choices in step."""
+    lease: Lease
+    deadline_ms: int
+
+
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Prefill to router: the first token and what the prompt cost."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    cached_tokens: int
+    """Prompt tokens whose latents came from the prefill worker's prefix cache."""
+    computed_tokens: int
+    pushed_pages: int
+    queue_ms: float = 0.0
+    compute_ms: float = 0.0
+
+
+class Fin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Prefill to decode, over the transport, after the last page (also after no page at all)."""
+
+    lease_id: str
+    generation: int
+    request_id: str
+    num_writes: int
+    """(page, layer) writes made under this generation."""
+    first_token: int
+    last_hidden: bytes = b""
+    """Hidden state of the last prompt position before the final norm, raw bytes in the model's
+    dtype; input of the first MTP draft. Empty where MTP is off."""
+
+
+class StreamRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Router to decode: generate from a lease; the first token came from prefill."""
+
+    lease_id: str
+    generation: int
+    request_id: str
+    attempt: int
+    token_ids: tuple[int, ...]
+    """The prompt (and, after a failover, what was generated before)."""
+    first_token: int
+    sampling: SamplingParams
+    """``max_tokens`` counts the first token too."""
+    output_offset: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    tenant: str = ""
+
+
+class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Decode to router: the tokens of one step of one sequence."""
+
+    attempt: int
+    position: int
+    """Output position of the first token here; the first token of prefill has position 0."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    """The stop token that ended the sequence; it is not among token_ids."""
+    drafted: int = 0
+    accepted: int = 0
+    """Draft tokens verified and accepted so far."""
+    transfer_ms: float = 0.0
+    step_ms: float = 0.0
+
+
+class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Router to decode: the request is over; free what the lease holds. Idempotent."""
+
+    lease_id: str
+    reason: str
+
+
+class Empty(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """No content."""
+
+
+class PoolStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Pages of one worker by state; they add up to ``total``."""
+
+    total: int
+    free: int
+    reserved: int
+    used: int
+    cached: int
+    quarantined: int
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a worker answers about itself."""
+
+    worker_id: str
+    instance: str
+    role: Role
+    state: Literal["starting", "ready", "draining"]
+    page_format: PageFormat
+    pool: PoolStatus
+    queued: int
+    running: int
+    leases: int = 0
+    tokens_computed: int = 0
+    tokens_generated: int = 0
+    cancelled: int = 0
+    step_ms: float = 0.0
+    """Moving average of a step's duration."""
+    problems: tuple[str, ...] = ()
+    """What check_integrity found; empty when all is well."""
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a worker registers in Redis."""
+
+    worker_id: str
+    instance: str
+    role: Role
+    address: str
+    """host:port of its internal gRPC server."""
+    page_format: PageFormat
+    model: str
+    vocab_size: int
+    max_context: int
+    capacity_pages: int
+    protocol: int = PROTOCOL_VERSION
