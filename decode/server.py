@@ -6,17 +6,17 @@ import logging
 
 import torch
 
-from pdmesh.kvcache.manager import KvManager
-from pdmesh.kvcache.store import LatentStore
-from pdmesh.model.page_format import page_format
-from pdmesh.model.weights import fingerprint, load_model
 from pdmesh.decode.config import DecodeConfig
 from pdmesh.decode.runner import DecodeRunner
 from pdmesh.decode.scheduler import DecodeScheduler
 from pdmesh.decode.sequence import DecodeSequence
 from pdmesh.decode.worker import DecodeLimits, DecodeWorker
+from pdmesh.kvcache.manager import KvManager
+from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.receiver import TransferReceiver
 from pdmesh.kvtransfer.tcp import TcpListener
+from pdmesh.model.page_format import page_format
+from pdmesh.model.weights import fingerprint, load_model
 from pdmesh.registry.host import Binding, host_worker
 from pdmesh.registry.publisher import WorkerLease
 from pdmesh.wire.ids import new_instance
@@ -74,7 +74,7 @@ async def serve_decode(config: DecodeConfig) -> None:
     runner = DecodeRunner(model, store, fmt.page_size)
     worker = DecodeWorker(runner, kv, receiver, scheduler, limits)
 
-    def lease(address: str) -> WorkerLease:
+    def lease(address: str) -> tuple[WorkerRecord, WorkerLease]:
         record = WorkerRecord(
             worker_id=config.worker_id,
             instance=instance,
@@ -95,7 +95,7 @@ async def serve_decode(config: DecodeConfig) -> None:
                 ttl_s=config.lease_ttl_s,
             )
         )
-        return leases[0]
+        return record, leases[0]
 
     async def status(_: Empty) -> WorkerStatus:
         return WorkerStatus(

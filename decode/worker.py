@@ -76,6 +76,9 @@ class DecodeWorker:
         self._limits = limits
         self._fingerprint = limits.page_format.fingerprint()
         self._leases: dict[str, LeaseEntry] = {}
+        self._quarantines: dict[str, int] = {}
+        self._loop = asyncio.get_running_loop()
+        receiver.on_drained = self.drained
         self._wake = asyncio.Event()
         self._compute = ThreadPoolExecutor(1, "decode-compute")
         self.tokens_generated = 0
@@ -329,7 +332,20 @@ class DecodeWorker:
         entry.freed.set()
 
     def _quarantine(self, entry: LeaseEntry) -> None:
-        raise NotImplementedError
+        """Sets aside the pages that a one-sided write may still reach; ``on_drained`` ends it."""
+        reservation = entry.reservation
+        pages = reservation.pages[reservation.published :]
+        self._quarantines[entry.lease_id] = reservation.quarantine(pages)
+        event(log, "quarantined", request=entry.request.request_id, pages=len(pages))
+
+    def drained(self, lease_id: str) -> None:
+        """No write of a cancelled lease can land any more. Call it from any thread."""
+        self._loop.call_soon_threadsafe(self._end_quarantine, lease_id)
+
+    def _end_quarantine(self, lease_id: str) -> None:
+        token = self._quarantines.pop(lease_id, None)
+        if token is not None:
+            self._kv.end_quarantine(token)
 
     def close(self) -> None:
         """Ends the compute thread."""

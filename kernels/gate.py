@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .activation import sigmoid
+from pdmesh.kernels.activation import sigmoid
 
 Method = Literal["noaux_tc", "greedy", "group_limited_greedy"]
 
@@ -28,9 +28,7 @@ class GateRule:
     scale: float
 
 
-def choose_experts(
-    logits: Tensor, bias: Tensor | None, rule: GateRule
-) -> tuple[Tensor, Tensor]:
+def choose_experts(logits: Tensor, bias: Tensor | None, rule: GateRule) -> tuple[Tensor, Tensor]:
     """Experts and their weights for logits [n, num_experts] float32: ids [n, k] int64, [n, k].
 
     `bias` [num_experts] is added for the choice only, never to the weights. Experts come best

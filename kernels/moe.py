@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activation import silu_mul
-from .linear import ROW_MULTIPLE
+from pdmesh.kernels.activation import silu_mul
+from pdmesh.kernels.linear import ROW_MULTIPLE
 
 
 @dataclass(frozen=True)

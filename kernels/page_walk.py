@@ -122,9 +122,7 @@ def _tiles(span: Span, index: int, page_size: int, tile_rows: int) -> list[_Tile
     return [_Tile(span, index, page, page * page_size) for page in pages]
 
 
-def _rows_of(
-    tiles: Sequence[_Tile], tile_rows: int, page_size: int, base: int, take: Ints
-) -> Ints:
+def _rows_of(tiles: Sequence[_Tile], tile_rows: int, page_size: int, base: int, take: Ints) -> Ints:
     """Batch rows of the tiles [tiles, tile_rows]; places without a row repeat row 0. Fills take."""
     rows = np.zeros((len(tiles), tile_rows), dtype=np.int64)
     for number, tile in enumerate(tiles):

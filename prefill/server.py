@@ -61,7 +61,7 @@ async def serve_prefill(config: PrefillConfig) -> None:
     )
     instance = new_instance()
 
-    def lease(address: str) -> WorkerLease:
+    def lease(address: str) -> tuple[WorkerRecord, WorkerLease]:
         record = WorkerRecord(
             worker_id=config.worker_id,
             instance=instance,
@@ -82,7 +82,7 @@ async def serve_prefill(config: PrefillConfig) -> None:
                 ttl_s=config.lease_ttl_s,
             )
         )
-        return leases[0]
+        return record, leases[0]
 
     async def status(_: Empty) -> WorkerStatus:
         return WorkerStatus(

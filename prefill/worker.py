@@ -243,8 +243,8 @@ class PrefillWorker:
         self.tokens_computed += chunk.end - chunk.start
         assert work.reservation is not None
         size = self._limits.page_format.page_size
-        full = chunk.end // size
-        work.reservation.publish(work.reservation.matched, work.hashes[:full])
+        matched = work.reservation.matched
+        work.reservation.publish(matched, work.hashes[matched : chunk.end // size])
         work.carry = result.carry
         if not chunk.last:
             return

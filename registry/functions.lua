@@ -115,7 +115,7 @@ local function change_pages(command, op)
     end
     redis.call('PEXPIRE', keys[6], math.max(1, redis.call('PTTL', keys[5])))
     emit(keys, 'op', op, 'worker', args[1], 'epoch', args[2],
-      'hashes', table.concat(args, '', 3, #args))
+      'count', #args - 2, 'hashes', table.concat(args, '', 3, #args))
     return { 'OK' }
   end
 end

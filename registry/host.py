@@ -31,7 +31,7 @@ async def host_worker(
     binding: Binding,
     methods: Sequence[Method],
     loop_body: Callable[[], Awaitable[None]],
-    make_lease: Callable[[str], WorkerLease],
+    make_lease: Callable[[str], tuple[WorkerRecord, WorkerLease]],
     finish: Callable[[], Awaitable[None]],
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains and deregisters.
@@ -40,7 +40,7 @@ async def host_worker(
         binding: where to listen.
         methods: the internal service; its name is the record's role.
         loop_body: the worker's endless loop; if it ends the worker ends.
-        make_lease: builds the lease from the address (``host:port``) that was bound.
+        make_lease: builds record and lease from the address (``host:port``) that was bound.
         finish: awaited after the server stopped taking calls, before the lease is given back.
 
     Raises:
@@ -48,8 +48,7 @@ async def host_worker(
     """
     server = grpc.aio.server(options=server_options(MAX_INTERNAL_MESSAGE))
     address = bind(server, binding)
-    lease = make_lease(address)
-    record: WorkerRecord = lease.record
+    record, lease = make_lease(address)
     add_service(server, record.role, methods)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -25,8 +25,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from pdmesh.wire.codec import decode
-from pdmesh.wire.errors import ConfigError, Unavailable
-from pdmesh.wire.messages import WorkerRecord
+from pdmesh.wire.errors import ConfigError, Incompatible, Unavailable
+from pdmesh.wire.messages import PROTOCOL_VERSION, WorkerRecord
 
 WorkerState = Literal["joining", "ready", "draining"]
 
@@ -82,6 +82,17 @@ class Member:
     state: WorkerState
 
 
+def read_record(data: bytes) -> WorkerRecord:
+    """A record from the store. Raises InvalidRequest or Incompatible if it is of another version"""
+    record = decode(data, WorkerRecord)
+    if record.protocol != PROTOCOL_VERSION:
+        raise Incompatible(
+            f"worker {record.worker_id} speaks protocol {record.protocol}, this process speaks "
+            f"{PROTOCOL_VERSION}"
+        )
+    return record
+
+
 @cache
 def _library() -> tuple[str, str]:
     source = resources.files("pdmesh.registry").joinpath("functions.lua").read_text()
@@ -115,7 +126,7 @@ class Store:
     def __init__(self, url: str, mesh: str) -> None:
         self.keys = Keys(mesh)
         self.where = redacted(url)
-        self._redis = redis.asyncio.Redis(connection_pool=_pool(url))
+        self._redis: Any = redis.asyncio.Redis(connection_pool=_pool(url))
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -153,31 +164,29 @@ class Store:
         return Roster(inc, int(seq), int(epoch), members)
 
     async def member(self, worker_id: str) -> Member | None:
-        """One worker's record, or None if its lease has ended."""
+        """One worker's record, or None if its lease has ended.
+
+        Raises InvalidRequest or Incompatible if another version of pdmesh wrote it.
+        """
         key = self.keys.worker(worker_id)
         epoch, state, record = await self.execute("HMGET", key, "epoch", "state", "record")
         if record is None:
             return None
-        parsed = decode(record, WorkerRecord)
-        return Member(parsed, int(epoch), cast("WorkerState", state.decode()))
+        return Member(read_record(record), int(epoch), cast("WorkerState", state.decode()))
 
     async def pages(self, worker_id: str) -> set[bytes]:
         """Hashes of all pages that the worker has published."""
         return set(await self.execute("SMEMBERS", self.keys.pages(worker_id)))
 
-    async def events(
-        self, after: int, block_ms: int
-    ) -> AsyncIterator[tuple[int, dict[bytes, bytes]]]:
+    async def events(self, after: int, block_ms: int) -> list[tuple[int, dict[bytes, bytes]]]:
         """Events that follow number ``after``, as (number, fields); waits ``block_ms`` for one."""
         answer = await self.execute(
             "XREAD", "COUNT", 500, "BLOCK", block_ms, "STREAMS", self.keys.events, f"{after}-0"
         )
         if not answer:
-            return
+            return []
         streams = answer.values() if isinstance(answer, dict) else [s[1] for s in answer]
-        for entries in streams:
-            for number, fields in _entries(entries):
-                yield number, fields
+        return [pair for entries in streams for pair in _entries(entries)]
 
     @contextlib.contextmanager
     def _mapped_errors(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ sections 2.1 and 2.2) are stated once more here. A test holds both to the same o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,6 @@ class Mode:
 
     dropout: float = 0.0
     grouped: bool = False
-    checkpoint: bool = False
 
 
 def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -77,14 +77,51 @@ def grouped_experts(
     position = torch.arange(rows * top_k, device=x.device) + shift[flat[order]]
     slots = torch.empty_like(position).scatter(0, order, position)
     size = rows * top_k + experts * GROUP_ALIGN
-    source = torch.zeros(size, dtype=torch.int64, device=x.device)
-    source = source.scatter(0, slots, torch.arange(rows * top_k, device=x.device) // top_k)
     pair_weight = x.new_zeros(size).scatter(0, slots, chosen_weights.flatten().to(x.dtype))
     offs = ends.to(torch.int32)
     inside = (torch.arange(size, device=x.device) < ends[-1]).unsqueeze(-1)
-    grouped = x[source]
+    pairs = x.unsqueeze(1).expand(rows, top_k, x.shape[1]).reshape(rows * top_k, -1)
+    grouped = x.new_zeros((size, x.shape[1])).index_copy(0, slots, pairs)
     wide = F.grouped_mm(grouped, gate_up.to(x.dtype).transpose(1, 2), offs=offs)
     gate, up = torch.where(inside, wide, 0.0).chunk(2, dim=-1)
     hidden = F.silu(gate) * up * pair_weight.unsqueeze(-1)
     parts = F.grouped_mm(hidden, down.to(x.dtype).transpose(1, 2), offs=offs)
-    return parts[slots].view(rows, top_k, -1).sum(1)
+    return _take_rows(parts, slots).view(rows, top_k, -1).sum(1)
+
+
+class _TakeRows(torch.autograd.Function):
+    """rows of x at distinct indices; the gradient is a plain copy, which needs no atomic adds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.size = x.shape[0]
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros((ctx.size, grad.shape[1])).index_copy(0, index, grad), None
+
+
+def _take_rows(x: Tensor, index: Tensor) -> Tensor:
+    taken: Tensor = _TakeRows.apply(x, index)
+    return taken
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate interleaved pairs. x [b, t, heads, dim]; cos, sin [t, 1, dim], sin carrying the sign."""
+    partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (x.float() * cos + partner.float() * sin).to(x.dtype)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """query, key [b, t, heads, d], value [b, t, heads, v] with v <= d: [b, t, heads * v].
+
+    Values are padded to d: the fused kernels want one head size.
+    """
+    width = value.shape[-1]
+    value = F.pad(value, (0, query.shape[-1] - width))
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+    output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    return output[..., :width].transpose(1, 2).flatten(2)

@@ -76,14 +76,13 @@ class MuonAdam:
             eps=1e-10,
             fused=any(p.is_cuda for p in rest),
         )
-        self._update = torch.compile(_muon_update) if any(p.is_cuda for p in rest) else _muon_update
 
     def step(self, scale: float, momentum: float = 0.95) -> None:
         """Apply gradients; `scale` in 0..1 multiplies both peak rates. Gradients are cleared."""
         rate = self.rates.muon * scale
         for shape, group in self.groups.items():
             gradient = torch.cat([_gradient(p).view(-1, *shape) for p in group])
-            update = self._update(gradient, self.momentum[shape], momentum)
+            update = _muon_update(gradient, self.momentum[shape], momentum)
             updates = update.split([p.numel() // (shape[0] * shape[1]) for p in group])
             with torch.no_grad():
                 torch._foreach_mul_(group, 1.0 - rate * self.rates.muon_decay)

@@ -26,8 +26,6 @@ class InvalidRequest(PdmeshError):
 class UnknownModel(InvalidRequest):
     """The model named by the client is not served here."""
 
-    status = "NOT_FOUND"
-
 
 class TooLarge(PdmeshError):
     """A message or prompt over a stated size limit."""
@@ -67,6 +65,12 @@ class Cancelled(PdmeshError):
     status = "CANCELLED"
 
 
+class DeadlineExceeded(Cancelled):
+    """The time given to the request, or to one call, is over."""
+
+    status = "DEADLINE_EXCEEDED"
+
+
 class Incompatible(PdmeshError):
     """Two peers differ in version, page format or model; the message names both sides."""
 
@@ -95,6 +99,7 @@ _BY_NAME: dict[str, type[PdmeshError]] = {
         TransferFailed,
         LeaseGone,
         Cancelled,
+        DeadlineExceeded,
         Incompatible,
         ConfigError,
         InternalError,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,11 +17,12 @@ import msgspec
 
 from pdmesh.wire.codec import decode, encode
 from pdmesh.wire.errors import (
-    Cancelled,
+    DeadlineExceeded,
     InternalError,
     PdmeshError,
     TooLarge,
     Unavailable,
+    WorkerLost,
     error_from_wire,
 )
 from pdmesh.wire.messages import PROTOCOL_VERSION
@@ -131,11 +132,16 @@ def _wrap_stream(method: Method) -> grpc.RpcMethodHandler:
     handler = method.stream
     assert handler is not None
 
-    async def call(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    async def call(data: bytes, context: grpc.aio.ServicerContext) -> None:
         try:
             _check_version(context)
-            async for message in handler(decode(data, method.request)):
-                yield encode(message)
+            messages = handler(decode(data, method.request))
+            try:
+                async for message in messages:
+                    await context.write(encode(message))
+            finally:  # a call cancelled while it writes must end the handler at once
+                if isinstance(messages, AsyncGenerator):
+                    await messages.aclose()
         except PdmeshError as error:
             await fail(context, error)
         except asyncio.CancelledError:
@@ -172,7 +178,7 @@ class Client:
     async def unary(
         self, method: str, request: msgspec.Struct, answer: type[T], timeout: float | None = None
     ) -> T:
-        """One request, one answer. Raises the error the peer raised, or Unavailable."""
+        """One request, one answer. Raises the error the peer raised, or WorkerLost."""
         call = self._channel.unary_unary(f"/pdmesh.internal.{self._service}/{method}")
         try:
             data = await call(encode(request), timeout=timeout, metadata=self._metadata)
@@ -182,7 +188,7 @@ class Client:
 
     async def stream(
         self, method: str, request: msgspec.Struct, answer: type[T], timeout: float | None = None
-    ) -> AsyncIterator[T]:
+    ) -> AsyncGenerator[T, None]:
         """One request, many answers. Closing the iterator cancels the call at the peer."""
         stub = self._channel.unary_stream(f"/pdmesh.internal.{self._service}/{method}")
         call = stub(encode(request), timeout=timeout, metadata=self._metadata)
@@ -201,10 +207,12 @@ class Client:
             return error_from_wire(name, details)
         where = f"{self._service} worker at {self.address}, {method}: {details}"
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return Cancelled(f"{where} (deadline exceeded)")
+            return DeadlineExceeded(where)
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return TooLarge(where)
-        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            return WorkerLost(where)
+        if error.code() is grpc.StatusCode.CANCELLED:
             return Unavailable(where)
         return InternalError(where)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 
@@ -51,7 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_token_ids(self.stop_token_ids, vocab_size, "stop_token_ids")
 
 
-def check_token_ids(ids: tuple[int, ...] | list[int], vocab_size: int, field: str) -> None:
+def check_token_ids(ids: Iterable[int], vocab_size: int, field: str) -> None:
     """Raises InvalidRequest if an id lies outside [0, vocab_size)."""
     for token in ids:
         if not 0 <= token < vocab_size:

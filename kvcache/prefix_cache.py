@@ -1,0 +1,173 @@
+"""Which page holds the latents of which prefix: a flat map from page hash to page.
+
+The hash of a page is chained over its ancestors, so no tree is needed to find a prefix; each entry
+keeps its parent's hash and the number of its children for one purpose: pages leave leaf first, in
+order of last use. With parents published first, the owned set is prefix-closed: the parent of an
+owned page is owned.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pdmesh.kvcache.pool import PagePool, PageState
+from pdmesh.wire.errors import InternalError
+from pdmesh.wire.hashes import PageHash
+
+
+@dataclass(slots=True)
+class _Entry:
+    page: int
+    parent: PageHash | None
+    children: int = 0
+    last_use: int = 0
+
+
+class PrefixCache:
+    """Hash to page over a pool. Deterministic: last use is a count of releases, not a time."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._entries: dict[PageHash, _Entry] = {}
+        self._hash_of: dict[int, PageHash] = {}
+        self._leaves: list[tuple[int, PageHash]] = []
+        self._now = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def match(self, hashes: Iterable[PageHash]) -> list[int]:
+        """Pages of the longest owned prefix of ``hashes``. Pins nothing, counts as no use."""
+        pages: list[int] = []
+        for page_hash in hashes:
+            entry = self._entries.get(page_hash)
+            if entry is None:
+                break
+            pages.append(entry.page)
+        return pages
+
+    def page_of(self, page_hash: PageHash) -> int | None:
+        entry = self._entries.get(page_hash)
+        return None if entry is None else entry.page
+
+    def hash_of(self, page: int) -> PageHash | None:
+        return self._hash_of.get(page)
+
+    def owned(self) -> list[PageHash]:
+        """All owned hashes, a parent always before its children."""
+        return list(self._entries)
+
+    def insert(self, page_hash: PageHash, parent: PageHash | None, page: int) -> None:
+        """Owns ``page`` under ``page_hash``; the parent has to be owned already.
+
+        Raises:
+            InternalError: the hash or the page is owned already, or the parent is not.
+        """
+        if page_hash in self._entries or page in self._hash_of:
+            raise InternalError(f"page {page} or its hash {page_hash.hex()} is owned already")
+        if parent is not None:
+            holder = self._entries.get(parent)
+            if holder is None:
+                raise InternalError(f"the parent {parent.hex()} of page {page} is not owned")
+            holder.children += 1
+        self._entries[page_hash] = _Entry(page, parent)
+        self._hash_of[page] = page_hash
+
+    def replace(self, page_hash: PageHash, page: int) -> int:
+        """Owns ``page`` in place of another page of the same contents; returns the other."""
+        entry = self._entries[page_hash]
+        old, entry.page = entry.page, page
+        del self._hash_of[old]
+        self._hash_of[page] = page_hash
+        return old
+
+    def start_release(self) -> None:
+        """Begins a new moment of use; pages released after it are more recent than all before."""
+        self._now += 1
+
+    def released(self, page: int) -> None:
+        """Notes that an owned page has just become cached."""
+        page_hash = self._hash_of[page]
+        self._entries[page_hash].last_use = self._now
+        self._note_leaf(page_hash)
+
+    def evict_one(self) -> PageHash:
+        """Disowns and frees the least recently used cached leaf; returns its hash.
+
+        Raises:
+            InternalError: no page is cached.
+        """
+        while self._leaves:
+            last_use, page_hash = heapq.heappop(self._leaves)
+            if self._is_leaf(page_hash, last_use):
+                self._pool.evict(self._remove(page_hash))
+                return page_hash
+        raise InternalError("no cached page can be evicted")
+
+    def clear(self) -> list[PageHash]:
+        """Disowns everything and frees the cached pages; returns the hashes, children first."""
+        hashes = list(reversed(self._entries))
+        for page_hash in hashes:
+            page = self._entries[page_hash].page
+            if self._pool.state(page) is PageState.CACHED:
+                self._pool.evict(page)
+        self._entries.clear()
+        self._hash_of.clear()
+        self._leaves.clear()
+        return hashes
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong, one sentence each; an empty list when the map is right."""
+        problems: list[str] = []
+        children = dict.fromkeys(self._entries, 0)
+        for page_hash, entry in self._entries.items():
+            name = f"page {entry.page} ({page_hash.hex()[:8]})"
+            if self._hash_of.get(entry.page) != page_hash:
+                problems.append(f"{name} is not known by its page number")
+            state = self._pool.state(entry.page)
+            if state not in (PageState.USED, PageState.CACHED):
+                problems.append(f"{name} is owned and {state.value}")
+            if entry.parent is None:
+                continue
+            if entry.parent not in self._entries:
+                problems.append(f"{name} is owned without its parent")
+                continue
+            children[entry.parent] += 1
+            parent_page = self._entries[entry.parent].page
+            if state is PageState.USED and self._pool.state(parent_page) is PageState.CACHED:
+                problems.append(f"{name} is used while its parent may be evicted")
+        for page_hash, count in children.items():
+            if self._entries[page_hash].children != count:
+                problems.append(f"page {self._entries[page_hash].page} miscounts its children")
+        for page in range(self._pool.num_pages):
+            if self._pool.state(page) is PageState.CACHED and page not in self._hash_of:
+                problems.append(f"page {page} is cached under no hash")
+        return problems
+
+    def _remove(self, page_hash: PageHash) -> int:
+        entry = self._entries.pop(page_hash)
+        del self._hash_of[entry.page]
+        if entry.parent is not None:
+            self._entries[entry.parent].children -= 1
+            self._note_leaf(entry.parent)
+        return entry.page
+
+    def _note_leaf(self, page_hash: PageHash) -> None:
+        entry = self._entries[page_hash]
+        if not self._is_leaf(page_hash, entry.last_use):
+            return
+        heapq.heappush(self._leaves, (entry.last_use, page_hash))
+        if len(self._leaves) > 2 * len(self._entries) + 64:
+            self._leaves = [leaf for leaf in set(self._leaves) if self._is_leaf(leaf[1], leaf[0])]
+            heapq.heapify(self._leaves)
+
+    def _is_leaf(self, page_hash: PageHash, last_use: int) -> bool:
+        entry = self._entries.get(page_hash)
+        return (
+            entry is not None
+            and entry.children == 0
+            and entry.last_use == last_use
+            and self._pool.state(entry.page) is PageState.CACHED
+        )

@@ -1,0 +1,263 @@
+"""One transfer as its sender sees it: a pure function ``(state, event) -> (state, effects)``.
+
+    IDLE --Granted--> GRANTED --first write--> SENDING --Finished--> FIN_SENT --ack--> DONE
+    any --abort, refusal--> DRAINING --no write under way--> DRAINED
+
+A transfer aborted before its grant goes straight to DRAINED, which is final: a grant that comes
+late finds this tombstone and nothing is ever written for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import assert_never
+
+from pdmesh.wire.errors import InternalError
+from pdmesh.wire.messages import Fin
+
+
+class Phase(Enum):
+    """Where a transfer stands at its sender."""
+
+    IDLE = "idle"
+    GRANTED = "granted"
+    SENDING = "sending"
+    FIN_SENT = "waiting for the acknowledgement"
+    DONE = "done"
+    DRAINING = "draining"
+    """Aborted; writes handed to the transport are still under way."""
+    DRAINED = "drained"
+    """Aborted; nothing is under way and nothing will ever be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class SenderState:
+    """A transfer with ``num_layers`` layers a page."""
+
+    num_layers: int
+    phase: Phase = Phase.IDLE
+    pushed: int = 0
+    """Bit ``page * num_layers + layer`` is set for each write made."""
+    in_flight: int = 0
+    """Writes whose memory the transport may still read (or, one-sided, write at the peer)."""
+
+    @property
+    def num_writes(self) -> int:
+        return self.pushed.bit_count()
+
+    @property
+    def settled(self) -> bool:
+        """The transfer is over and nothing reads the pages any more."""
+        return self.phase in (Phase.DONE, Phase.DRAINED) and self.in_flight == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The lease is here and a connection stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """One layer of one page (prompt page index) has been computed."""
+
+    page: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class WritesDone:
+    """The transport is through with ``count`` writes, sent or taken off its queue."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    fin: Fin
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """The receiver has everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequested:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverRefused:
+    """The receiver wants no more writes."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionClosed:
+    """The connection is gone and the transport holds no write any more."""
+
+    reason: str
+
+
+Event = (
+    Granted
+    | Pushed
+    | WritesDone
+    | Finished
+    | Acknowledged
+    | AbortRequested
+    | ReceiverRefused
+    | ConnectionClosed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PostOpen:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class PostWrite:
+    page: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class PostFin:
+    fin: Fin
+
+
+@dataclass(frozen=True, slots=True)
+class PostAbort:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PostDrained:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class CancelQueued:
+    """Take this transfer's writes off the transport's queue and report them as done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Succeed:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    reason: str
+
+
+Effect = PostOpen | PostWrite | PostFin | PostAbort | PostDrained | CancelQueued | Succeed | Fail
+Step = tuple[SenderState, tuple[Effect, ...]]
+
+
+def step(state: SenderState, event: Event) -> Step:
+    """The state after ``event``, and what to do about it, in order.
+
+    Raises:
+        InternalError: the caller pushed a page's layer twice, or after finish, or finished twice.
+    """
+    match event:
+        case Granted():
+            if state.phase is Phase.IDLE:
+                return replace(state, phase=Phase.GRANTED), (PostOpen(),)
+            return state, ()
+        case Pushed(page, layer):
+            return _pushed(state, page, layer)
+        case WritesDone(count):
+            return _writes_done(state, count)
+        case Finished(fin):
+            return _finished(state, fin)
+        case Acknowledged():
+            if state.phase is Phase.FIN_SENT:
+                return replace(state, phase=Phase.DONE), (Succeed(),)
+            return state, ()
+        case AbortRequested(reason):
+            return _aborted(state, reason, (PostAbort(reason),))
+        case ReceiverRefused(reason):
+            return _aborted(state, f"the receiver refused: {reason}", ())
+        case ConnectionClosed(reason):
+            return _closed(state, reason)
+        case _:
+            assert_never(event)
+
+
+def _pushed(state: SenderState, page: int, layer: int) -> Step:
+    match state.phase:
+        case Phase.GRANTED | Phase.SENDING:
+            bit = 1 << (page * state.num_layers + layer)
+            if state.pushed & bit:
+                raise InternalError(f"page {page}, layer {layer} was pushed before")
+            sending = replace(
+                state,
+                phase=Phase.SENDING,
+                pushed=state.pushed | bit,
+                in_flight=state.in_flight + 1,
+            )
+            return sending, (PostWrite(page, layer),)
+        case Phase.DRAINING | Phase.DRAINED:
+            return state, ()
+        case Phase.IDLE | Phase.FIN_SENT | Phase.DONE:
+            raise InternalError(f"page {page} was pushed while the transfer is {state.phase.value}")
+        case _:
+            assert_never(state.phase)
+
+
+def _writes_done(state: SenderState, count: int) -> Step:
+    if count > state.in_flight:
+        raise InternalError(f"{count} writes done, {state.in_flight} were under way")
+    left = replace(state, in_flight=state.in_flight - count)
+    if left.phase is Phase.DRAINING and left.in_flight == 0:
+        return replace(left, phase=Phase.DRAINED), (PostDrained(),)
+    return left, ()
+
+
+def _finished(state: SenderState, fin: Fin) -> Step:
+    match state.phase:
+        case Phase.GRANTED | Phase.SENDING:
+            if fin.num_writes != state.num_writes:
+                reason = f"FIN counts {fin.num_writes} writes, {state.num_writes} were made"
+                return _aborted(state, reason, (PostAbort(reason),))
+            return replace(state, phase=Phase.FIN_SENT), (PostFin(fin),)
+        case Phase.DRAINING | Phase.DRAINED:
+            return state, ()
+        case Phase.IDLE | Phase.FIN_SENT | Phase.DONE:
+            raise InternalError(f"finish was called while the transfer is {state.phase.value}")
+        case _:
+            assert_never(state.phase)
+
+
+def _aborted(state: SenderState, reason: str, post: tuple[Effect, ...]) -> Step:
+    match state.phase:
+        case Phase.IDLE:
+            return replace(state, phase=Phase.DRAINED), (Fail(reason),)
+        case Phase.GRANTED | Phase.SENDING | Phase.FIN_SENT:
+            if state.in_flight == 0:
+                drained = replace(state, phase=Phase.DRAINED)
+                return drained, (Fail(reason), *post, CancelQueued(), PostDrained())
+            draining = replace(state, phase=Phase.DRAINING)
+            return draining, (Fail(reason), *post, CancelQueued())
+        case Phase.DONE | Phase.DRAINING | Phase.DRAINED:
+            return state, ()
+        case _:
+            assert_never(state.phase)
+
+
+def _closed(state: SenderState, reason: str) -> Step:
+    match state.phase:
+        case Phase.DONE | Phase.DRAINED:
+            return replace(state, in_flight=0), ()
+        case Phase.DRAINING:
+            return replace(state, phase=Phase.DRAINED, in_flight=0), ()
+        case Phase.IDLE | Phase.GRANTED | Phase.SENDING | Phase.FIN_SENT:
+            lost = replace(state, phase=Phase.DRAINED, in_flight=0)
+            return lost, (Fail(f"the connection to the receiver was lost: {reason}"),)
+        case _:
+            assert_never(state.phase)

@@ -1,0 +1,152 @@
+"""The processes of a mesh: their command lines, environments, and one running process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pdmesh.launch.topology import Topology, cores
+
+PARENT_VARIABLE = "PDMESH_PARENT"
+REDIS_VARIABLE = "PDMESH_REDIS"
+Role = Literal["router", "prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How to start one process."""
+
+    name: str
+    role: Role
+    arguments: tuple[str, ...]
+    threads: int
+
+
+def threads_per_worker(topology: Topology, asked: int) -> int:
+    """``asked``, or if 0 an even share of the cores."""
+    workers = topology.prefill.workers + topology.decode.workers
+    return asked or max(1, cores() // workers)
+
+
+def mesh_specs(topology: Topology, port: int, secret: Path) -> list[Spec]:
+    """All processes of a mesh but the store; the router first."""
+    shared = _shared_arguments(topology, secret)
+    router = topology.router
+    specs = [
+        Spec(
+            "router",
+            "router",
+            (
+                *("--port", str(port), "--deadline", str(router.deadline_s)),
+                *("--max-attempts", str(router.max_attempts)),
+                *("--metrics-port", str(router.metrics_port), *shared),
+            ),
+            1,
+        )
+    ]
+    for index in range(topology.prefill.workers):
+        settings = ("--chunk-tokens", str(topology.prefill.chunk_tokens))
+        specs.append(_worker(topology, "prefill", index, (*settings, *shared)))
+    for index in range(topology.decode.workers):
+        settings = ("--max-batch", str(topology.decode.max_batch))
+        specs.append(_worker(topology, "decode", index, (*settings, *shared)))
+    return specs
+
+
+def _worker(
+    topology: Topology, role: Literal["prefill", "decode"], index: int, rest: tuple[str, ...]
+) -> Spec:
+    section = topology.prefill if role == "prefill" else topology.decode
+    threads = threads_per_worker(topology, section.threads)
+    name = f"{role}-{index}"
+    arguments = ("--id", name, "--pages", str(section.pages), "--threads", str(threads), *rest)
+    return Spec(name, role, arguments, threads)
+
+
+def _shared_arguments(topology: Topology, secret: Path) -> tuple[str, ...]:
+    mtp = () if topology.model.mtp else ("--no-mtp",)
+    return (
+        *("--mesh", topology.mesh.name, "--host", topology.mesh.host),
+        *("--secret-file", str(secret), "--model", str(topology.model_path)),
+        *("--model-name", topology.model_name, "--dtype", topology.model.dtype, *mtp),
+        *("--lease-ttl", str(topology.mesh.lease_ttl_s), "--log-level", topology.mesh.log_level),
+    )
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line of ``pdmesh`` in a new process of this Python."""
+    return [sys.executable, "-P", "-m", "pdmesh.launch.cli", *arguments]
+
+
+def environment(redis_url: str, threads: int) -> dict[str, str]:
+    """A child's environment: where the store is, its threads, and whose child it is."""
+    variables = dict(os.environ)
+    variables[PARENT_VARIABLE] = str(os.getpid())
+    variables[REDIS_VARIABLE] = redis_url
+    variables["PYTHONUNBUFFERED"] = "1"
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        variables[name] = str(threads)
+    roots = [path for path in sys.path if path and (Path(path) / "pdmesh").is_dir()]
+    known = variables.get("PYTHONPATH", "").split(os.pathsep)
+    added = [os.path.abspath(path) for path in roots if path not in known]
+    variables["PYTHONPATH"] = os.pathsep.join(part for part in (*added, *known) if part)
+    return variables
+
+
+@dataclass
+class Child:
+    """One process of the mesh, over its restarts."""
+
+    spec: Spec
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    ready: bool = False
+    replaced: str = ""
+    """Instance that registered under this name before; the new one differs."""
+    address: str = ""
+    deaths: list[float] = field(default_factory=list)
+    start_at: float = 0.0
+    """When to start (again)."""
+    given_up: bool = False
+    log_offset: int = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether the process lives."""
+        return self.process is not None and self.process.poll() is None
+
+    def start(self, redis_url: str, now: float) -> None:
+        """Starts the process in a session of its own. Call it from the main thread."""
+        self.ready = False
+        self.started = now
+        with self.log.open("ab") as sink:
+            self.log_offset = sink.tell()
+            self.process = subprocess.Popen(
+                command("serve", self.spec.role, *self.spec.arguments),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=environment(redis_url, self.spec.threads),
+                start_new_session=True,
+            )
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal if the process lives."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def last_words(self) -> str:
+        """The last line the present or last process logged."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(self.log_offset, self.log.stat().st_size - 65_536))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return "it wrote no log"
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")

@@ -1,0 +1,161 @@
+"""``pdmesh serve``: one process of a mesh, as ``pdmesh up`` starts it or by hand on any host."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Coroutine
+from typing import Any
+
+from pdmesh.launch.processes import REDIS_VARIABLE
+from pdmesh.launch.topology import Topology, check_model, cores, load_topology
+from pdmesh.wire.errors import ConfigError
+from pdmesh.wire.logs import setup_logs
+
+_ANYWHERE = ("0.0.0.0", "::", "[::]", "")
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Runs one process until SIGTERM or Ctrl-C."""
+    topology = _settings(arguments)
+    check_model(topology.model_path)
+    role = arguments.role
+    name = arguments.id or f"{role}-{socket.gethostname()}-{secrets.token_hex(2)}"
+    setup_logs(name, topology.mesh.log_level)
+    if role == "router":
+        _run(_router(topology))
+    elif role == "prefill":
+        _run(_prefill(topology, name, arguments.port or 0))
+    else:
+        _run(_decode(topology, name, arguments.port or 0))
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> Topology:
+    """The topology file, overridden by what the command line says."""
+    a = arguments
+    topology = load_topology(a.topology)
+    redis_url = a.redis or os.environ.get(REDIS_VARIABLE) or topology.mesh.redis
+    if not redis_url:
+        raise ConfigError("no store given; add --redis URL (the one that all processes share)")
+    topology = topology.changed("mesh", "--redis", redis=redis_url)
+    topology = topology.changed("mesh", "--mesh", name=a.mesh)
+    topology = topology.changed("mesh", "--host", host=a.host)
+    topology = topology.changed("mesh", "--secret-file", secret_file=a.secret_file)
+    topology = topology.changed("mesh", "--lease-ttl", lease_ttl_s=a.lease_ttl)
+    topology = topology.changed("mesh", "--log-level", log_level=a.log_level)
+    topology = topology.changed("model", "--model", path=a.model)
+    topology = topology.changed("model", "--model-name", name=a.model_name)
+    topology = topology.changed("model", "--dtype", dtype=a.dtype)
+    topology = topology.changed("model", "--no-mtp", mtp=False if a.no_mtp else None)
+    if a.role == "router":
+        topology = topology.changed("mesh", "--port", port=a.port)
+        topology = topology.changed("router", "--deadline", deadline_s=a.deadline)
+        topology = topology.changed("router", "--max-attempts", max_attempts=a.max_attempts)
+        topology = topology.changed("router", "--metrics-port", metrics_port=a.metrics_port)
+    else:
+        topology = topology.changed(a.role, "--pages", pages=a.pages)
+        topology = topology.changed(a.role, "--threads", threads=a.threads)
+    if a.role == "prefill":
+        topology = topology.changed("prefill", "--chunk-tokens", chunk_tokens=a.chunk_tokens)
+    if a.role == "decode":
+        topology = topology.changed("decode", "--max-batch", max_batch=a.max_batch)
+    if topology.mesh.secret_file is None:
+        raise ConfigError("no secret given; add --secret-file FILE (the same on every host)")
+    if a.role != "router" and topology.mesh.host in _ANYWHERE:
+        raise ConfigError(
+            f"--host {topology.mesh.host} is no address that other processes can call; give this "
+            "host's own address"
+        )
+    return topology
+
+
+def _shared(topology: Topology) -> dict[str, Any]:
+    mesh, model = topology.mesh, topology.model
+    return {
+        "redis_url": mesh.redis,
+        "mesh": mesh.name,
+        "secret_file": mesh.secret_file,
+        "model_path": topology.model_path,
+        "model_name": topology.model_name,
+        "host": mesh.host,
+        "transfer_host": mesh.host,
+        "dtype": model.dtype,
+        "mtp": model.mtp,
+        "lease_ttl_s": mesh.lease_ttl_s,
+    }
+
+
+def _prefill(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, None]:
+    from pdmesh.prefill.config import PrefillConfig
+    from pdmesh.prefill.server import serve_prefill
+
+    section = topology.prefill
+    return serve_prefill(
+        PrefillConfig(
+            worker_id=name,
+            port=port,
+            pages=section.pages,
+            threads=section.threads or cores(),
+            chunk_tokens=section.chunk_tokens,
+            **_shared(topology),
+        )
+    )
+
+
+def _decode(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, None]:
+    from pdmesh.decode.config import DecodeConfig
+    from pdmesh.decode.server import serve_decode
+
+    section = topology.decode
+    return serve_decode(
+        DecodeConfig(
+            worker_id=name,
+            port=port,
+            pages=section.pages,
+            threads=section.threads or cores(),
+            max_batch=section.max_batch,
+            **_shared(topology),
+        )
+    )
+
+
+def _router(topology: Topology) -> Coroutine[Any, Any, None]:
+    from pdmesh.router.config import RouterConfig
+    from pdmesh.router.main import serve_router
+
+    mesh = topology.mesh
+    assert mesh.secret_file is not None
+    return serve_router(
+        RouterConfig(
+            model_path=topology.model_path,
+            model_name=topology.model_name,
+            secret_file=mesh.secret_file,
+            redis_url=mesh.redis,
+            mesh=mesh.name,
+            host=mesh.host,
+            port=mesh.port,
+            metrics_port=topology.router.metrics_port or None,
+            default_timeout=topology.router.deadline_s,
+            max_attempts=topology.router.max_attempts,
+        )
+    )
+
+
+def _run(program: Coroutine[Any, Any, None]) -> None:
+    """Runs until the program ends; SIGTERM and SIGINT cancel it unless it handles them itself."""
+
+    async def main() -> None:
+        task = asyncio.ensure_future(program)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, task.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())

@@ -1,0 +1,97 @@
+"""``pdmesh status``: what runs, in words or as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import msgspec
+
+from pdmesh.registry.store import Member, read_members
+from pdmesh.wire.errors import PdmeshError
+from pdmesh.wire.messages import Empty, WorkerStatus
+from pdmesh.wire.rpc import Client
+
+_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class WorkerLine:
+    """One worker: what the registry says, and what the worker says itself."""
+
+    worker: str
+    role: str
+    state: str
+    address: str
+    instance: str
+    epoch: int
+    model: str
+    status: WorkerStatus | None
+    """None if the worker did not answer."""
+
+
+async def collect(redis_url: str, mesh: str) -> list[WorkerLine]:
+    """Every worker with a lease, asked for its status.
+
+    Raises:
+        ConfigError, StoreUnavailable: the store cannot be read.
+    """
+    members = await read_members(redis_url, mesh)
+    return list(await asyncio.gather(*(_line(member) for member in members)))
+
+
+async def _line(member: Member) -> WorkerLine:
+    record = member.record
+    client = Client(record.address, record.role)
+    status: WorkerStatus | None = None
+    try:
+        status = await client.unary("Status", Empty(), WorkerStatus, timeout=_TIMEOUT_S)
+    except PdmeshError:
+        pass  # shown as "no answer"
+    finally:
+        await client.close()
+    return WorkerLine(
+        worker=record.worker_id,
+        role=record.role,
+        state=member.state,
+        address=record.address,
+        instance=record.instance,
+        epoch=member.epoch,
+        model=record.model,
+        status=status,
+    )
+
+
+def as_json(mesh: str, address: str | None, lines: list[WorkerLine]) -> str:
+    """The status as one JSON object."""
+    whole = {"mesh": mesh, "address": address, "workers": lines}
+    return msgspec.json.format(msgspec.json.encode(whole)).decode()
+
+
+def as_table(mesh: str, address: str | None, lines: list[WorkerLine]) -> str:
+    """The status as a table for people."""
+    where = f" at {address}" if address else ""
+    title = f"mesh {mesh}{where}: {len(lines)} worker{'' if len(lines) == 1 else 's'}"
+    rows = [("worker", "state", "address", "pages free/cached/used/all", "queued", "running")]
+    rows.extend(_row(line) for line in lines)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    table = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    problems = [
+        f"{line.worker}: {problem}"
+        for line in lines
+        if line.status is not None
+        for problem in line.status.problems
+    ]
+    return "\n".join([title, *(["  " + row.rstrip() for row in table] if lines else []), *problems])
+
+
+def _row(line: WorkerLine) -> tuple[str, str, str, str, str, str]:
+    status = line.status
+    if status is None:
+        return line.worker, line.state, line.address, "no answer", "", ""
+    pool = status.pool
+    pages = f"{pool.free}/{pool.cached}/{pool.used + pool.reserved}/{pool.total}"
+    if pool.quarantined:
+        pages += f" ({pool.quarantined} quarantined)"
+    queued, running = str(status.queued), str(status.running)
+    return line.worker, line.state, line.address, pages, queued, running

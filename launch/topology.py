@@ -1,0 +1,260 @@
+"""One TOML file describes a mesh. Everything has a default; the file may say as little as it likes.
+
+A wrong key, type, value or path is one sentence that names the file, the key and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pdmesh.wire.errors import ConfigError
+
+T = TypeVar("T")
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def _number(default: float, low: float, high: float, text: str) -> Any:
+    return field(default=default, metadata={"low": low, "high": high, "help": text})
+
+
+def _choice(default: str, choices: tuple[str, ...], text: str) -> Any:
+    return field(default=default, metadata={"choices": choices, "help": text})
+
+
+def _plain(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class MeshSection:
+    """``[mesh]``: what all processes share."""
+
+    name: str = _plain("default", "name of the mesh")
+    host: str = _plain("127.0.0.1", "address that the processes listen on")
+    port: int = _number(0, 0, 65535, "public port; 0: 7080, or the next free one")
+    redis: str = _plain("", "Redis URL; empty: the embedded store")
+    secret_file: Path | None = _plain(None, "key of the page hashes; made if missing")
+    lease_ttl_s: float = _number(5.0, 0.5, 3600, "seconds until a silent worker is dropped")
+    log_level: str = _choice("INFO", ("DEBUG", "INFO", "WARNING", "ERROR"), "what is logged")
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """``[model]``: the checkpoint."""
+
+    path: Path | None = _plain(
+        None, "Hugging Face checkpoint directory; the shipped model if unset"
+    )
+    name: str = _plain("", "name that clients ask for; empty: the directory's name")
+    dtype: str = _choice("float32", ("float32", "bfloat16"), "arithmetic and KV memory")
+    mtp: bool = _plain(True, "draft tokens with the MTP module")
+
+
+@dataclass(frozen=True)
+class PrefillSection:
+    """``[prefill]``: the workers that compute prompts."""
+
+    workers: int = _number(1, 1, 64, "number of processes")
+    pages: int = _number(256, 2, 10_000_000, "pages of KV memory a worker, 64 tokens each")
+    threads: int = _number(0, 0, 1024, "threads a worker; 0: the cores, shared evenly")
+    chunk_tokens: int = _number(512, 64, 1_000_000, "most tokens in one step")
+
+
+@dataclass(frozen=True)
+class DecodeSection:
+    """``[decode]``: the workers that generate."""
+
+    workers: int = _number(2, 1, 64, "number of processes")
+    pages: int = _number(256, 2, 10_000_000, "pages of KV memory a worker, 64 tokens each")
+    threads: int = _number(0, 0, 1024, "threads a worker; 0: the cores, shared evenly")
+    max_batch: int = _number(32, 1, 4096, "most sequences in one step")
+
+
+@dataclass(frozen=True)
+class RouterSection:
+    """``[router]``: the public server."""
+
+    deadline_s: float = _number(300.0, 1, 86_400, "for clients that set no deadline")
+    max_attempts: int = _number(3, 1, 100, "tries of one request on different workers")
+    metrics_port: int = _number(0, 0, 65535, "Prometheus endpoint; 0: none")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A whole mesh."""
+
+    mesh: MeshSection = MeshSection()
+    model: ModelSection = ModelSection()
+    prefill: PrefillSection = PrefillSection()
+    decode: DecodeSection = DecodeSection()
+    router: RouterSection = RouterSection()
+
+    @property
+    def model_path(self) -> Path:
+        """The checkpoint directory."""
+        return shipped_model() if self.model.path is None else self.model.path
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients ask for."""
+        return self.model.name or self.model_path.resolve().name
+
+    def changed(self, section: str, source: str, **values: object) -> Topology:
+        """A copy with the values that are not None, checked like those of a file.
+
+        ``source`` says in errors where they come from, e.g. ``"--port"``.
+        """
+        given = {key: value for key, value in values.items() if value is not None}
+        if not given:
+            return self
+        before = getattr(self, section)
+        checked = {
+            key: _checked(_field(before, key), value, source) for key, value in given.items()
+        }
+        return dataclasses.replace(self, **{section: dataclasses.replace(before, **checked)})
+
+
+def shipped_model() -> Path:
+    """The directory of the checkpoint inside this package."""
+    return Path(str(resources.files("pdmesh.model.tiny")))
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def load_topology(path: Path | None) -> Topology:
+    """The mesh that a file describes; the defaults without one. Paths are relative to the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or says something that is not allowed.
+    """
+    if path is None:
+        return Topology()
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the topology file {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    return parse_topology(table, str(path), path.parent)
+
+
+def parse_topology(table: Mapping[str, object], source: str, base: Path) -> Topology:
+    """The mesh that a parsed TOML table describes.
+
+    Args:
+        table: section name to table.
+        source: the file's name, for errors.
+        base: what relative paths start from.
+    """
+    known = {f.name: f for f in dataclasses.fields(Topology)}
+    sections: dict[str, Any] = {}
+    for name, content in table.items():
+        if name not in known:
+            raise ConfigError(f"{source}: " + _unknown("section", name, list(known)))
+        if not isinstance(content, dict):
+            raise ConfigError(f"{source}: {name} is {_shown(content)}; it must be a table [{name}]")
+        section = type(known[name].default)
+        sections[name] = _section(section, name, content, source, base)
+    return Topology(**sections)
+
+
+def _section(kind: type[T], name: str, content: Mapping[str, object], source: str, base: Path) -> T:
+    defaults = kind()
+    values: dict[str, object] = {}
+    names = [f.name for f in dataclasses.fields(defaults)]  # type: ignore[arg-type]  # a dataclass
+    for key, value in content.items():
+        if key not in names:
+            raise ConfigError(f"{source}: [{name}] " + _unknown("key", key, names))
+        checked = _checked(_field(defaults, key), value, f"{source}: [{name}] {key}")
+        values[key] = base / checked if isinstance(checked, Path) else checked
+    return dataclasses.replace(defaults, **values)  # type: ignore[type-var]  # a dataclass
+
+
+def _field(section: Any, key: str) -> dataclasses.Field[Any]:
+    return next(f for f in dataclasses.fields(section) if f.name == key)
+
+
+def _unknown(what: str, name: str, allowed: list[str]) -> str:
+    near = difflib.get_close_matches(name, allowed, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ";"
+    return f"there is no {what} {name!r}{hint} Allowed: {', '.join(allowed)}"
+
+
+def _checked(setting: dataclasses.Field[Any], value: object, source: str) -> object:
+    """The value in its right type. Raises ConfigError: ``<source> is ...; it must be ...``."""
+    kind = str(setting.type)
+    limits = setting.metadata
+    if kind == "bool" and isinstance(value, bool):
+        return value
+    if kind in ("int", "float") and isinstance(value, int | float) and not isinstance(value, bool):
+        whole = kind == "float" or isinstance(value, int)
+        if whole and limits["low"] <= value <= limits["high"]:
+            return float(value) if kind == "float" else value
+    if kind == "str" and isinstance(value, str) and _string_fits(setting, value):
+        return value
+    if kind.startswith("Path") and isinstance(value, str | Path) and str(value):
+        return Path(value).expanduser()
+    raise ConfigError(f"{source} is {_shown(value)}; it must be {_allowed(setting)}")
+
+
+def _string_fits(setting: dataclasses.Field[Any], value: str) -> bool:
+    choices = setting.metadata.get("choices")
+    if choices is not None:
+        return value in choices
+    if setting.name == "name" and setting.default:
+        return _NAME.fullmatch(value) is not None
+    return bool(value) or setting.default == ""
+
+
+def _allowed(setting: dataclasses.Field[Any]) -> str:
+    limits = setting.metadata
+    kind = str(setting.type)
+    if "choices" in limits:
+        return "one of " + ", ".join(limits["choices"])
+    if kind in ("int", "float"):
+        what = "a whole number" if kind == "int" else "a number"
+        return f"{what} from {limits['low']} to {limits['high']}"
+    if kind == "bool":
+        return "true or false"
+    if kind.startswith("Path"):
+        return "a path, as a string"
+    if setting.name == "name" and setting.default:
+        return "1 to 63 letters, digits, dots, dashes or underscores"
+    return "a string that is not empty" if setting.default else "a string"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict | list):
+        return "a table" if isinstance(value, dict) else "a list"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return str(value)
+    kind = "a string" if isinstance(value, str) else f"a {type(value).__name__}"
+    return f"{str(value)!r} ({kind})"
+
+
+def check_model(path: Path) -> None:
+    """Raises ConfigError if ``path`` cannot be a checkpoint directory."""
+    if not path.exists():
+        raise ConfigError(f"the model directory {path} does not exist")
+    if not path.is_dir():
+        raise ConfigError(f"the model path {path} is a file; give the checkpoint's directory")
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"the model directory {path} holds no config.json; give a Hugging Face checkpoint "
+            "directory of a DeepSeek-V3-type model"
+        )

@@ -1,0 +1,129 @@
+"""``pdmesh up``: a whole mesh on this machine, for as long as the command runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+from pdmesh.launch.chat import read_prompt
+from pdmesh.launch.processes import command, environment
+from pdmesh.launch.runtime import claim
+from pdmesh.launch.supervisor import Plan, Supervisor, choose_port, say
+from pdmesh.launch.topology import Topology, check_model, load_topology
+
+_SILENT_INPUT_S = 5.0
+
+
+def up(arguments: argparse.Namespace) -> int:
+    """Starts a mesh, keeps it up until it is stopped, and ends all of it."""
+    topology = _settings(arguments)
+    check_model(topology.model_path)
+    name, default = topology.mesh.name, Topology().mesh.name
+    with claim(name, explicit=name != default or arguments.name is not None) as (taken, run_dir):
+        run_dir.prepare()
+        topology = replace(topology, mesh=replace(topology.mesh, name=taken))
+        port = choose_port(topology.mesh.host, topology.mesh.port)
+        say(f"pdmesh: starting mesh {taken} on port {port}; logs in {run_dir.logs}")
+        ask = arguments.chat or arguments.prompt is not None
+        session = _Session(Supervisor(Plan(topology, port, run_dir)), ask, arguments.prompt)
+        return asyncio.run(session.run())
+
+
+def _settings(arguments: argparse.Namespace) -> Topology:
+    a = arguments
+    topology = load_topology(a.topology)
+    topology = topology.changed("mesh", "--name", name=a.name)
+    topology = topology.changed("mesh", "--redis", redis=a.redis)
+    topology = topology.changed("mesh", "--port", port=a.port)
+    topology = topology.changed("mesh", "--host", host=a.host)
+    topology = topology.changed("model", "--model", path=a.model)
+    topology = topology.changed("model", "--no-mtp", mtp=False if a.no_mtp else None)
+    topology = topology.changed("prefill", "--prefill", workers=a.prefill)
+    return topology.changed("decode", "--decode", workers=a.decode)
+
+
+class _Session:
+    """The supervisor, the signals, and the chat if one is wanted."""
+
+    def __init__(self, supervisor: Supervisor, ask: bool, prompt: str | None) -> None:
+        self._supervisor = supervisor
+        self._ask = ask
+        self._prompt = prompt
+        self._chat: subprocess.Popen[str] | None = None
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal(number))
+        work = asyncio.ensure_future(self._work())
+        stopped = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            return work.result() if work.done() else 0
+        finally:
+            work.cancel()
+            stopped.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({work})
+            await self._end()
+
+    async def _work(self) -> int:
+        await self._supervisor.start()
+        watching = asyncio.ensure_future(self._supervisor.watch())
+        try:
+            if not self._ask:
+                say("pdmesh: Ctrl-C stops it; talk to it with: pdmesh chat")
+                await watching
+            chatting = asyncio.ensure_future(self._talk())
+            await asyncio.wait({watching, chatting}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                chatting.cancel()
+                watching.result()
+            return await chatting
+        finally:
+            watching.cancel()
+
+    async def _talk(self) -> int:
+        """The chat is a process of its own: it has the terminal, and Ctrl-C stops its answer."""
+        prompt = self._prompt
+        if prompt is None and not sys.stdin.isatty():
+            prompt = read_prompt(_SILENT_INPUT_S)
+        self._chat = subprocess.Popen(
+            command("chat", "--address", self._supervisor.address),
+            stdin=None if prompt is None else subprocess.PIPE,
+            env=environment("", 1),
+            text=True,
+        )
+        if prompt is not None:
+            assert self._chat.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._chat.stdin.write(prompt)
+                self._chat.stdin.close()
+        while (code := self._chat.poll()) is None:
+            await asyncio.sleep(0.05)
+        return code if code >= 0 else 128 - code
+
+    async def _end(self) -> None:
+        if self._chat is not None and self._chat.poll() is None:
+            self._chat.terminate()
+            self._chat.wait()
+        say("pdmesh: stopping")
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._supervisor.kill)
+        await self._supervisor.stop()
+
+    def _on_signal(self, number: signal.Signals) -> Callable[[], None]:
+        def handle() -> None:
+            chatting = self._chat is not None and self._chat.poll() is None
+            if number is signal.SIGINT and chatting and sys.stdin.isatty():
+                return  # the terminal sent it to the chat too, which decides
+            self._stopping.set()
+
+        return handle

@@ -1,0 +1,233 @@
+"""Calls to workers. A lease taken here is given back here, whatever happens in between."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pdmesh.wire.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    LeaseGone,
+    Overloaded,
+    PdmeshError,
+    TransferFailed,
+    Unavailable,
+    WorkerLost,
+)
+from pdmesh.wire.logs import event
+from pdmesh.wire.messages import (
+    Empty,
+    FirstToken,
+    Lease,
+    PrefillRequest,
+    ReleaseRequest,
+    ReserveRequest,
+    StreamRequest,
+    TokenChunk,
+    WorkerRecord,
+    WorkerStatus,
+)
+from pdmesh.wire.rpc import Client
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+RESERVE_TIMEOUT = 10.0
+"""Seconds; a reservation is a matter of counting pages."""
+STATUS_TIMEOUT = 2.0
+RELEASE_TIMEOUT = 5.0
+RELEASE_WAIT = 1.0
+"""Seconds that the end of a request waits for a release, which then goes on by itself."""
+
+
+class AttemptFailed(Exception):
+    """A worker failed a request that another worker may still serve."""
+
+    def __init__(self, worker: WorkerRecord, error: PdmeshError) -> None:
+        super().__init__(error.message)
+        self.worker = worker
+        self.error = error
+
+    @property
+    def full(self) -> bool:
+        """The worker is well but has no room."""
+        return isinstance(self.error, Overloaded)
+
+    @property
+    def suspect(self) -> bool:
+        """The fault may have been another worker's."""
+        return isinstance(self.error, (TransferFailed, LeaseGone))
+
+    @property
+    def unreachable(self) -> bool:
+        """The worker itself does not answer, so no other request should go there."""
+        return isinstance(self.error, (WorkerLost, DeadlineExceeded))
+
+
+@contextmanager
+def blame(worker: WorkerRecord) -> Iterator[None]:
+    """Turns an error that another worker may not have into AttemptFailed."""
+    try:
+        yield
+    except (Unavailable, LeaseGone, Overloaded, Cancelled) as error:
+        raise AttemptFailed(worker, error) from error
+
+
+class Background:
+    """Work that outlives the request which began it, such as a release."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Starts ``work`` and keeps hold of it until it ends."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def finish(self) -> None:
+        """Waits for everything that was started."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+
+@dataclass(frozen=True)
+class DecodeClient:
+    """One decode worker."""
+
+    record: WorkerRecord
+    client: Client
+    background: Background
+
+    @asynccontextmanager
+    async def reserve(self, request: ReserveRequest) -> AsyncGenerator[Lease, None]:
+        """Pages for a request, released on leaving, under cancellation too.
+
+        A reservation that is cancelled while it is on its way is released when its answer comes.
+
+        Raises:
+            AttemptFailed: the worker has no room, or is gone.
+        """
+        answer = self.background.spawn(
+            self.client.unary("Reserve", request, Lease, timeout=RESERVE_TIMEOUT)
+        )
+        try:
+            with blame(self.record):
+                lease = await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            self.background.spawn(self._release_late(answer))
+            raise
+        reason = "finished"
+        try:
+            if lease.instance != self.record.instance:
+                raise AttemptFailed(
+                    self.record, WorkerLost(f"{self.record.address} is another process now")
+                )
+            yield lease
+        except (asyncio.CancelledError, GeneratorExit):
+            reason = "cancelled"
+            raise
+        except BaseException:
+            reason = "failed"
+            raise
+        finally:
+            release = self.background.spawn(self._release(lease.lease_id, reason))
+            await asyncio.wait({release}, timeout=RELEASE_WAIT)
+
+    async def _release_late(self, answer: asyncio.Task[Lease]) -> None:
+        try:
+            lease = await answer
+        except PdmeshError:
+            return
+        await self._release(lease.lease_id, "cancelled")
+
+    async def _release(self, lease_id: str, reason: str) -> None:
+        request = ReleaseRequest(lease_id=lease_id, reason=reason)
+        try:
+            await self.client.unary("Release", request, Empty, timeout=RELEASE_TIMEOUT)
+        except PdmeshError as error:  # the lease's deadline ends it at the worker
+            event(
+                log,
+                "release_failed",
+                logging.WARNING,
+                worker=self.record.worker_id,
+                lease=lease_id,
+                error=error.message,
+            )
+
+    async def stream(
+        self, request: StreamRequest, timeout: float
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """The tokens after the first. Closing the iterator cancels the work.
+
+        Raises:
+            AttemptFailed: the worker is gone, lost the pages, or ended without a finish.
+        """
+        with blame(self.record):
+            chunks = self.client.stream("Stream", request, TokenChunk, timeout=timeout)
+            async with aclosing(chunks) as stream:
+                async for chunk in stream:
+                    yield chunk
+                    if chunk.finish is not None:
+                        return
+            raise WorkerLost(f"{self.record.worker_id} ended the stream before the answer")
+
+
+@dataclass(frozen=True)
+class PrefillClient:
+    """One prefill worker."""
+
+    record: WorkerRecord
+    client: Client
+
+    async def run(self, request: PrefillRequest, timeout: float) -> FirstToken:
+        """Computes the prompt, pushes its pages to the lease, returns the first token.
+
+        Raises:
+            AttemptFailed: the worker is full or gone, or the pages did not arrive.
+        """
+        with blame(self.record):
+            return await self.client.unary("Prefill", request, FirstToken, timeout=timeout)
+
+
+class WorkerClients:
+    """One channel to each worker instance."""
+
+    def __init__(self) -> None:
+        self.background = Background()
+        self._clients: dict[str, Client] = {}
+
+    def decode(self, record: WorkerRecord) -> DecodeClient:
+        return DecodeClient(record, self._client(record), self.background)
+
+    def prefill(self, record: WorkerRecord) -> PrefillClient:
+        return PrefillClient(record, self._client(record))
+
+    async def status(self, record: WorkerRecord) -> WorkerStatus:
+        """What a worker says about itself. Raises WorkerLost or DeadlineExceeded."""
+        client = self._client(record)
+        return await client.unary("Status", Empty(), WorkerStatus, timeout=STATUS_TIMEOUT)
+
+    async def prune(self, alive: Iterable[str], busy: Callable[[str], bool]) -> None:
+        """Closes channels to instances that are gone and have no request of ours."""
+        for instance in self._clients.keys() - set(alive):
+            if not busy(instance):
+                await self._clients.pop(instance).close()
+
+    async def close(self) -> None:
+        """Finishes pending releases, then closes all channels."""
+        await self.background.finish()
+        while self._clients:
+            await self._clients.popitem()[1].close()
+
+    def _client(self, record: WorkerRecord) -> Client:
+        client = self._clients.get(record.instance)
+        if client is None:
+            client = self._clients[record.instance] = Client(record.address, record.role)
+        return client

@@ -1,0 +1,35 @@
+"""Settings of a router process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Everything a router needs to start. Times in seconds, lengths in tokens."""
+
+    model_path: Path
+    """Checkpoint directory: the tokenizer and the chat template are read from it."""
+    model_name: str
+    secret_file: Path
+    """Secret key of the page hashes; the same bytes on every process of a mesh."""
+    redis_url: str
+    mesh: str = "pdmesh"
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free port; the log line of the event ``ready`` names it."""
+    metrics_port: int | None = None
+    """Port of the Prometheus endpoint, on ``host``; None: no endpoint."""
+    max_context: int | None = None
+    """Most tokens of prompt and answer together; None: the checkpoint's limit. A worker that
+    serves less lowers it."""
+    default_max_tokens: int = 1024
+    default_timeout: float = 300.0
+    """For clients that set no deadline."""
+    max_attempts: int = 3
+    """Tries of one request on different workers, the first included."""
+    poll_interval: float = 0.25
+    stop_grace: float = 5.0
+    """Time that running requests get to finish when the router stops."""

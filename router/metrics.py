@@ -1,0 +1,91 @@
+"""What the router counts, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from pdmesh.router.usage import Usage
+from pdmesh.wire.errors import ConfigError
+
+_TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Metrics:
+    """Counters, gauges and histograms of one router, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.time_to_first_token = Histogram(
+            "pdmesh_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_TTFT_BUCKETS,
+            registry=registry,
+        )
+        self.inter_token_latency = Histogram(
+            "pdmesh_inter_token_latency_seconds",
+            "Between tokens of one answer; tokens of one step share its time.",
+            buckets=_ITL_BUCKETS,
+            registry=registry,
+        )
+        self.requests = Counter(
+            "pdmesh_requests", "Requests by how they ended.", ["outcome"], registry=registry
+        )
+        self.running = Gauge(
+            "pdmesh_num_requests_running", "Requests being served.", registry=registry
+        )
+        self.in_flight = Gauge(
+            "pdmesh_worker_in_flight", "Bookings at workers.", ["role"], registry=registry
+        )
+        self.failed_attempts = Counter(
+            "pdmesh_failed_attempts",
+            "Tries of a request that failed at a worker.",
+            ["role"],
+            registry=registry,
+        )
+        self.prompt_tokens = self._tokens("prompt", "Prompt tokens of finished requests.")
+        self.cached_tokens = self._tokens("cached", "Of the prompt tokens, those not computed.")
+        self.generation_tokens = self._tokens("generation", "Tokens of finished answers.")
+        self.drafted_tokens = self._tokens("drafted", "MTP drafts verified.")
+        self.accepted_tokens = self._tokens("accepted", "Of the drafts, those accepted.")
+
+    def _tokens(self, name: str, text: str) -> Counter:
+        return Counter(f"pdmesh_{name}_tokens", text, registry=self.registry)
+
+    def count(self, outcome: str, usage: Usage) -> None:
+        """One request that ended."""
+        self.requests.labels(outcome).inc()
+        self.prompt_tokens.inc(usage.prompt_tokens)
+        self.cached_tokens.inc(usage.cached_tokens)
+        self.generation_tokens.inc(usage.completion_tokens)
+        self.drafted_tokens.inc(usage.drafted_tokens)
+        self.accepted_tokens.inc(usage.accepted_tokens)
+
+    def value(self, name: str, **labels: str) -> float:
+        """One sample by its full name, e.g. ``pdmesh_num_requests_running``; 0 if absent."""
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
+        """Answers ``GET /metrics`` from a thread; returns the port and how to stop.
+
+        Raises:
+            ConfigError: the port is taken.
+        """
+        try:
+            server, thread = start_http_server(port, host, registry=self.registry)
+        except OSError as error:
+            raise ConfigError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return _port(server), stop
+
+
+def _port(server: WSGIServer) -> int:
+    return int(server.server_address[1])

@@ -1,0 +1,193 @@
+"""Which prefill and which decode worker serve a request: a pure function of a snapshot.
+
+Costs are counted in prompt tokens to compute. A prefill worker costs what it has to compute
+for this request and before it; a decode worker costs the pages that must travel and the
+sequences that share its steps. The longest owned prefix wins until its owner is busier, by
+more than the prefix saves, than another worker.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pdmesh.wire.errors import InvalidRequest, Overloaded, Unavailable
+from pdmesh.wire.messages import Role, WorkerRecord
+
+OTHERS_REQUEST = 256
+"""Tokens assumed to wait for each request that another router has at a prefill worker."""
+TRANSFERRED_TOKEN = 0.1
+"""Cost of moving one token's latents, against computing one."""
+RUNNING_SEQUENCE = 64
+"""Cost of sharing a decode worker's steps with one more sequence."""
+NO_ROOM = 100_000.0
+"""Cost of a decode worker whose pool looks too full; it may have room when asked."""
+SUSPECT = 1_000_000.0
+"""Cost of a worker that failed this request before, where nothing better is left."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A worker as one request sees it."""
+
+    record: WorkerRecord
+    owned_pages: int = 0
+    """Leading pages of the prompt that it holds."""
+    own_requests: int = 0
+    """Requests that this router has there now."""
+    own_tokens: int = 0
+    """Prompt tokens that this router has sent there and that are not computed yet."""
+    other_requests: int = 0
+    """Requests that others had there at the last poll."""
+    free_pages: int | None = None
+    """Pages that could be reserved at the last poll; None before the first."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The mesh at one moment: workers that are alive and ready."""
+
+    prefill: tuple[Candidate, ...]
+    decode: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
+class Avoid:
+    """Instances that failed this request before."""
+
+    lost: frozenset[str] = frozenset()
+    """Gone or broken: never again."""
+    full: frozenset[str] = frozenset()
+    """Had no room: never again for this request."""
+    suspect: frozenset[str] = frozenset()
+    """Took part in a failure that may have been another's: only if nothing else is left."""
+
+
+@dataclass(frozen=True)
+class RequestFacts:
+    """What the choice depends on."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    avoid: Avoid = field(default_factory=Avoid)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Why a worker was chosen or not: the lowest cost wins."""
+
+    candidate: Candidate
+    owned_tokens: int
+    cost: float
+
+    def __str__(self) -> str:
+        load = self.candidate.own_requests + self.candidate.other_requests
+        name = self.candidate.record.worker_id
+        return f"{name}:cost={self.cost:.1f},owned={self.owned_tokens},load={load}"
+
+
+@dataclass(frozen=True)
+class Route:
+    """The choice, the tokens it leaves to compute, and the scores it was made from."""
+
+    prefill: WorkerRecord
+    decode: WorkerRecord
+    tokens_to_compute: int
+    scores: tuple[Score, ...]
+
+    def explain(self) -> str:
+        """All scores in one line."""
+        return " ".join(str(score) for score in self.scores)
+
+
+def choose_route(facts: RequestFacts, snapshot: Snapshot, rng: random.Random) -> Route:
+    """The cheapest prefill worker and the cheapest decode worker of one page format.
+
+    Ties are broken by ``rng``, so that routers which see the same do not herd.
+
+    Raises:
+        InvalidRequest: no decode worker's pool could ever hold the request.
+        Overloaded: every decode or prefill worker has refused this request for want of room.
+        Unavailable: none is ready, or all that are have failed this request.
+    """
+    prefill = _scores("prefill", facts, snapshot.prefill)
+    decode = _scores("decode", facts, snapshot.decode)
+    pairs = []
+    for page_format in dict.fromkeys(score.candidate.record.page_format for score in prefill):
+        same = [s for s in decode if s.candidate.record.page_format == page_format]
+        if same:
+            ours = [s for s in prefill if s.candidate.record.page_format == page_format]
+            pairs.append((_cheapest(ours, rng), _cheapest(same, rng)))
+    if not pairs:
+        raise Unavailable(_no_pair(prefill[0], decode[0]))
+    best_prefill, best_decode = min(pairs, key=lambda pair: pair[0].cost + pair[1].cost)
+    return Route(
+        prefill=best_prefill.candidate.record,
+        decode=best_decode.candidate.record,
+        tokens_to_compute=facts.num_prompt_tokens - best_prefill.owned_tokens,
+        scores=(*prefill, *decode),
+    )
+
+
+def _scores(role: Role, facts: RequestFacts, candidates: Sequence[Candidate]) -> list[Score]:
+    candidates = _large_enough(role, facts, candidates)
+    avoid = facts.avoid
+    refused = [c for c in candidates if c.record.instance in avoid.full]
+    usable = [c for c in candidates if c.record.instance not in avoid.full | avoid.lost]
+    if usable:
+        return [_score(role, facts, candidate) for candidate in usable]
+    if refused:
+        noun = "worker is" if len(refused) == 1 else "workers are"
+        raise Overloaded(f"all room is taken: {len(refused)} {role} {noun} full; retry later")
+    if candidates:
+        raise Unavailable(f"no {role} worker is left to try: {len(candidates)} failed this request")
+    raise Unavailable(f"no {role} worker is ready")
+
+
+def _large_enough(
+    role: Role, facts: RequestFacts, candidates: Sequence[Candidate]
+) -> list[Candidate]:
+    tokens = facts.num_prompt_tokens + (facts.max_tokens if role == "decode" else 0)
+
+    def fits(record: WorkerRecord) -> bool:
+        return record.capacity_pages * record.page_format.page_size >= tokens
+
+    large = [candidate for candidate in candidates if fits(candidate.record)]
+    if candidates and not large:
+        raise InvalidRequest(
+            f"{facts.num_prompt_tokens} prompt tokens and max_tokens {facts.max_tokens} "
+            f"fit the memory of no {role} worker"
+        )
+    return large
+
+
+def _score(role: Role, facts: RequestFacts, candidate: Candidate) -> Score:
+    page_size = candidate.record.page_format.page_size
+    # The last position is always computed: its logits give the first token.
+    owned = min(candidate.owned_pages * page_size, facts.num_prompt_tokens - 1)
+    missing = facts.num_prompt_tokens - owned
+    if role == "prefill":
+        cost = missing + candidate.own_tokens + OTHERS_REQUEST * float(candidate.other_requests)
+    else:
+        sequences = candidate.own_requests + candidate.other_requests
+        cost = TRANSFERRED_TOKEN * missing + RUNNING_SEQUENCE * sequences
+        pages = -(-(facts.num_prompt_tokens + facts.max_tokens) // page_size)
+        if candidate.free_pages is not None and candidate.free_pages < pages:
+            cost += NO_ROOM
+    if candidate.record.instance in facts.avoid.suspect:
+        cost += SUSPECT
+    return Score(candidate, owned, cost)
+
+
+def _cheapest(scores: Sequence[Score], rng: random.Random) -> Score:
+    lowest = min(score.cost for score in scores)
+    return rng.choice([score for score in scores if score.cost == lowest])
+
+
+def _no_pair(prefill: Score, decode: Score) -> str:
+    a, b = prefill.candidate.record, decode.candidate.record
+    reason = a.page_format.difference(b.page_format)
+    return (
+        f"no prefill worker fits a decode worker: between {a.worker_id} and {b.worker_id}, {reason}"
+    )

@@ -1,0 +1,128 @@
+"""A router as a process: read the tokenizer, follow the registry, serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import signal
+from collections.abc import Callable
+
+import grpc
+
+from pdmesh.registry.client import RegistryView
+from pdmesh.registry.host import Binding, bind
+from pdmesh.router.clients import WorkerClients
+from pdmesh.router.config import RouterConfig
+from pdmesh.router.grpc_server import ChatServer
+from pdmesh.router.metrics import Metrics
+from pdmesh.router.request import RequestParser
+from pdmesh.router.service import Service, ServiceConfig
+from pdmesh.router.view import MeshView, Registry
+from pdmesh.text.template import load_template
+from pdmesh.text.tokenizer import load_tokenizer, read_json
+from pdmesh.wire.errors import ConfigError
+from pdmesh.wire.logs import event
+from pdmesh.wire.rpc import MAX_PUBLIC_MESSAGE, server_options
+from pdmesh.wire.secret import read_secret
+
+log = logging.getLogger(__name__)
+
+
+async def serve_router(config: RouterConfig) -> None:
+    """Runs a router until SIGTERM or SIGINT, or until it is cancelled.
+
+    Raises:
+        ConfigError: checkpoint, secret, Redis URL or a port cannot be used.
+    """
+    registry = RegistryView(config.redis_url, config.mesh)
+    router = Router(config, registry)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    await registry.start()
+    try:
+        await router.start()
+        await stop.wait()
+    finally:
+        event(log, "stopping")
+        await router.stop()
+        await registry.close()
+
+
+class Router:
+    """A router over a registry that somebody else starts and closes.
+
+    Raises:
+        ConfigError: see ``serve_router``.
+    """
+
+    def __init__(self, config: RouterConfig, registry: Registry) -> None:
+        rng = random.Random()
+        tokenizer = load_tokenizer(config.model_path)
+        self._config = config
+        self.metrics = Metrics()
+        self.clients = WorkerClients()
+        self.view = MeshView(registry, self.clients, config.model_name, self.metrics)
+        self._chat = ChatServer(
+            RequestParser(
+                tokenizer=tokenizer,
+                template=load_template(config.model_path, tokenizer),
+                model_name=config.model_name,
+                default_max_tokens=config.default_max_tokens,
+                rng=rng,
+            ),
+            Service(
+                tokenizer,
+                self.view,
+                self.clients,
+                self.metrics,
+                ServiceConfig(read_secret(config.secret_file), config.max_attempts),
+                rng=rng,
+            ),
+            self.view,
+            self.metrics,
+            max_context=_max_context(config),
+            default_timeout=config.default_timeout,
+        )
+        self._server: grpc.aio.Server | None = None
+        self._stop_metrics: Callable[[], None] | None = None
+        self.address = ""
+        """host:port of the public service, once started."""
+        self.metrics_port: int | None = None
+
+    async def start(self) -> None:
+        """Binds the ports and serves. Raises ConfigError if a port is taken."""
+        config = self._config
+        server = grpc.aio.server(options=server_options(MAX_PUBLIC_MESSAGE))
+        self._chat.register(server)
+        self.address = bind(server, Binding(config.host, config.port))
+        if config.metrics_port is not None:
+            self.metrics_port, self._stop_metrics = self.metrics.serve(
+                config.host, config.metrics_port
+            )
+        await self._chat.update_health()
+        await server.start()
+        self._server = server
+        await self.view.start(config.poll_interval, self._chat.update_health)
+        event(log, "ready", address=self.address, metrics_port=self.metrics_port)
+
+    async def stop(self) -> None:
+        """Lets running requests finish for ``stop_grace`` seconds, then ends them."""
+        if self._server is not None:
+            await self._server.stop(self._config.stop_grace)
+        await self.view.close()
+        await self.clients.close()
+        if self._stop_metrics is not None:
+            await asyncio.to_thread(self._stop_metrics)
+
+
+def _max_context(config: RouterConfig) -> int:
+    path = config.model_path / "config.json"
+    known = (read_json(path) or {}).get("max_position_embeddings")
+    if config.max_context is not None:
+        return config.max_context
+    if not isinstance(known, int):
+        raise ConfigError(f"{path} does not say max_position_embeddings; set max_context")
+    return known

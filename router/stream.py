@@ -1,0 +1,95 @@
+"""The gateway's side of an answer: each output position exactly once, whatever workers do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdmesh.text.output import OutputText
+from pdmesh.wire.errors import Unavailable
+from pdmesh.wire.messages import FinishReason, TokenChunk, TokenLogprobs
+
+
+class StreamBroken(Unavailable):
+    """A worker's tokens do not continue the answer; another worker has to."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one chunk adds to the answer."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When an answer ends, and which ids it may hold."""
+
+    max_tokens: int
+    stop_ids: frozenset[int]
+    """End-of-text and stop tokens; they end the answer and are not part of it."""
+    vocab_size: int
+
+
+class GatewayStream:
+    """Accepts tokens of the current attempt at the next position only, and finds the end.
+
+    Positions count from 0 at the first token of the answer, through all attempts. Tokens that
+    were seen before are dropped, tokens of an earlier attempt too; a gap is an error.
+    """
+
+    def __init__(self, output: OutputText, limits: Limits) -> None:
+        self._output = output
+        self._limits = limits
+        self.attempt = 0
+        """The attempt that may write; 0 before the first."""
+        self.tokens: list[int] = []
+        self.finish: FinishReason | None = None
+
+    def begin_attempt(self) -> int:
+        """Gives the stream to a new attempt and returns its number, from 1."""
+        self.attempt += 1
+        return self.attempt
+
+    def take(self, chunk: TokenChunk) -> Delta:
+        """The new part of a chunk, up to the end of the answer.
+
+        Raises:
+            StreamBroken: the chunk starts after the next position, or holds an impossible id.
+        """
+        if chunk.attempt != self.attempt or self.finish is not None:
+            return Delta()
+        seen = len(self.tokens) - chunk.position
+        if seen < 0:
+            raise StreamBroken(
+                f"tokens {len(self.tokens)} to {chunk.position - 1} of the answer are missing"
+            )
+        taken, text = self._append(chunk.token_ids[seen:])
+        if self.finish is None:
+            self.finish = chunk.finish
+        return Delta(text, taken, chunk.logprobs[seen : seen + len(taken)])
+
+    def _append(self, ids: Sequence[int]) -> tuple[tuple[int, ...], str]:
+        start = len(self.tokens)
+        text = ""
+        for token in ids:
+            if token in self._limits.stop_ids:
+                self.finish = "stop"
+                break
+            if not 0 <= token < self._limits.vocab_size:
+                raise StreamBroken(f"token id {token} is outside the vocabulary")
+            self.tokens.append(token)
+            text += self._output.add(token)
+            if self._output.stopped:
+                self.finish = "stop"
+                break
+            if len(self.tokens) == self._limits.max_tokens:
+                self.finish = "length"
+                break
+        return tuple(self.tokens[start:]), text
+
+    def tail(self) -> str:
+        """Text that was held back for a stop string or a character that did not come."""
+        return self._output.finish()

@@ -1,0 +1,228 @@
+"""What the router knows of the mesh: registered workers, their polled status, its own bookings."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdmesh.router.clients import WorkerClients
+from pdmesh.router.metrics import Metrics
+from pdmesh.router.policy import Candidate, Route, Snapshot
+from pdmesh.router.prompt import PromptHashes
+from pdmesh.wire.errors import DeadlineExceeded, PdmeshError
+from pdmesh.wire.logs import event
+from pdmesh.wire.messages import PROTOCOL_VERSION, Role, WorkerRecord, WorkerStatus
+
+log = logging.getLogger(__name__)
+
+
+class Registry(Protocol):
+    """The part of ``registry.client.RegistryView`` that the router needs."""
+
+    def workers(self) -> list[WorkerRecord]: ...
+
+    def owned_prefix(self, worker_id: str, hashes: Sequence[bytes]) -> int: ...
+
+    def mark_lost(self, instance: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Polled:
+    """A worker's answer, and how many requests of ours were there when it was asked."""
+
+    status: WorkerStatus
+    own_requests: int
+
+
+class Booking:
+    """This router's load of one request at two workers, until it is given back."""
+
+    def __init__(self, view: MeshView, route: Route) -> None:
+        self._view = view
+        self._prefill: str | None = route.prefill.instance
+        self._decode = route.decode.instance
+        self._tokens = route.tokens_to_compute
+        view.add(route.prefill.instance, "prefill", 1, self._tokens)
+        view.add(self._decode, "decode", 1, 0)
+
+    def prefilled(self) -> None:
+        """Gives back the prefill worker's part; once is enough."""
+        if self._prefill is not None:
+            self._view.add(self._prefill, "prefill", -1, -self._tokens)
+            self._prefill = None
+
+    def give_back(self) -> None:
+        """Gives back all of it; called once."""
+        self.prefilled()
+        self._view.add(self._decode, "decode", -1, 0)
+
+
+class MeshView:
+    """Snapshots for the policy. ``start`` polls the workers in the background.
+
+    Args:
+        registry: membership and page ownership, answered without I/O.
+        clients: channels to the workers.
+        model: name of the model; workers of other models are left out.
+        metrics: gets the in-flight gauges.
+    """
+
+    def __init__(
+        self, registry: Registry, clients: WorkerClients, model: str, metrics: Metrics
+    ) -> None:
+        self._registry = registry
+        self._clients = clients
+        self._model = model
+        self._metrics = metrics
+        self._polled: dict[str, Polled] = {}
+        self._unreachable: set[str] = set()
+        self._polling: dict[str, asyncio.Task[None]] = {}
+        self._requests: dict[str, int] = {}
+        self._tokens: dict[str, int] = {}
+        self._ignored: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    # ---- what the policy sees -------------------------------------------------------------
+
+    def ready(self, role: Role) -> list[WorkerRecord]:
+        """Workers of one role that can take a request now."""
+        return [r for r in self._registry.workers() if r.role == role and self._usable(r)]
+
+    def snapshot(self, hashes: PromptHashes) -> Snapshot:
+        """The ready workers as seen by a prompt with these page hashes."""
+        return Snapshot(
+            prefill=tuple(self._candidate(r, hashes) for r in self.ready("prefill")),
+            decode=tuple(self._candidate(r, hashes) for r in self.ready("decode")),
+        )
+
+    def context_limit(self, configured: int) -> int:
+        """Most tokens of prompt and answer that every ready worker takes."""
+        records = self.ready("prefill") + self.ready("decode")
+        return min([configured, *(record.max_context for record in records)])
+
+    def _candidate(self, record: WorkerRecord, hashes: PromptHashes) -> Candidate:
+        polled = self._polled.get(record.instance)
+        own = self._requests.get(record.instance, 0)
+        owned = hashes.for_format(record.page_format)
+        others, free = 0, None
+        if polled is not None:
+            status = polled.status
+            there = max(status.queued + status.running, status.leases)
+            others = max(0, there - polled.own_requests)
+            free = status.pool.free + status.pool.cached
+        return Candidate(
+            record=record,
+            owned_pages=self._registry.owned_prefix(record.worker_id, owned),
+            own_requests=own,
+            own_tokens=self._tokens.get(record.instance, 0),
+            other_requests=others,
+            free_pages=free,
+        )
+
+    def _usable(self, record: WorkerRecord) -> bool:
+        if record.protocol != PROTOCOL_VERSION or record.model != self._model:
+            self._ignore(record)
+            return False
+        if record.instance in self._unreachable:
+            return False
+        polled = self._polled.get(record.instance)
+        return polled is None or polled.status.state == "ready"
+
+    def _ignore(self, record: WorkerRecord) -> None:
+        if record.instance not in self._ignored:
+            self._ignored.add(record.instance)
+            event(
+                log,
+                "worker_ignored",
+                logging.WARNING,
+                worker=record.worker_id,
+                model=record.model,
+                protocol=record.protocol,
+            )
+
+    # ---- what requests report -------------------------------------------------------------
+
+    @contextmanager
+    def book(self, route: Route) -> Iterator[Booking]:
+        """Counts a request at the two workers of its route, from now until leaving."""
+        booking = Booking(self, route)
+        try:
+            yield booking
+        finally:
+            booking.give_back()
+
+    def add(self, instance: str, role: Role, requests: int, tokens: int) -> None:
+        """Changes this router's load at a worker; called by Booking."""
+        for counts, change in ((self._requests, requests), (self._tokens, tokens)):
+            counts[instance] = counts.get(instance, 0) + change
+            if counts[instance] == 0:
+                del counts[instance]
+        self._metrics.in_flight.labels(role).inc(requests)
+
+    def in_flight(self, instance: str) -> int:
+        """Requests of this router at a worker."""
+        return self._requests.get(instance, 0)
+
+    def mark_lost(self, instance: str) -> None:
+        """Stops routing to an instance at once."""
+        self._registry.mark_lost(instance)
+
+    # ---- polling --------------------------------------------------------------------------
+
+    async def start(self, interval: float, changed: Callable[[], Awaitable[None]]) -> None:
+        """Polls all workers every ``interval`` seconds; ``changed`` is awaited after each round."""
+        self._task = asyncio.create_task(self._poll_forever(interval, changed))
+
+    async def close(self) -> None:
+        """Stops polling."""
+        tasks = [*self._polling.values(), *([self._task] if self._task else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _poll_forever(self, interval: float, changed: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            records = {record.instance: record for record in self._registry.workers()}
+            for instance, record in records.items():
+                if instance not in self._polling:
+                    self._polling[instance] = asyncio.create_task(self._poll(record))
+            for known in (self._polled.keys(), self._unreachable, self._ignored):
+                for instance in set(known) - records.keys():
+                    self._forget(instance)
+            await self._clients.prune(records.keys() | self._polling.keys(), self._busy)
+            await changed()
+            await asyncio.sleep(interval)
+
+    def _busy(self, instance: str) -> bool:
+        return self.in_flight(instance) > 0
+
+    def _forget(self, instance: str) -> None:
+        self._polled.pop(instance, None)
+        self._unreachable.discard(instance)
+        self._ignored.discard(instance)
+
+    async def _poll(self, record: WorkerRecord) -> None:
+        own = self.in_flight(record.instance)
+        try:
+            status = await self._clients.status(record)
+        except DeadlineExceeded:
+            pass  # busy or stuck: calls to it have their own limits
+        except PdmeshError as error:
+            self._set_unreachable(record, error.message)
+        else:
+            if status.instance != record.instance:
+                self._set_unreachable(record, "another process answers at its address")
+            else:
+                self._unreachable.discard(record.instance)
+                self._polled[record.instance] = Polled(status, own)
+        finally:
+            self._polling.pop(record.instance, None)
+
+    def _set_unreachable(self, record: WorkerRecord, reason: str) -> None:
+        if record.instance not in self._unreachable:
+            self._unreachable.add(record.instance)
+            event(log, "worker_unreachable", logging.WARNING, worker=record.worker_id, error=reason)

@@ -1,0 +1,103 @@
+"""Greedy tokens through the mesh equal those of one process that runs the model alone.
+
+Real processes, real TCP: the router, one prefill worker and two decode workers of ``pdmesh up``.
+"""
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+import meshes
+from pdmesh.launch.defaults import shipped_model
+from pdmesh.model.reference import generate_reference
+from pdmesh.model.weights import load_model
+
+PAGE = 64
+NEW_TOKENS = 12
+NUM_PROMPTS = 204
+
+
+def lengths() -> list[int]:
+    """Every length within 3 tokens of a boundary of pages 1 to 3, and others in between."""
+    around = [k * PAGE + d for k in (1, 2, 3) for d in range(-3, 4)]
+    chosen = [1, 2, 3, *around]
+    rng = random.Random(5)
+    while len(chosen) < NUM_PROMPTS:
+        chosen.append(rng.choice([rng.randint(1, 3 * PAGE + 3), *around]))
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.set_num_threads(2)
+    return load_model(shipped_model(), torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def prompts(model):
+    """Half random ids, where choices are close; half running text."""
+    rng = random.Random(7)
+    vocab = model.config.vocab_size
+    found = []
+    for i, length in enumerate(lengths()):
+        if i % 2:
+            found.append([rng.randrange(20, vocab) for _ in range(length)])
+        else:
+            base = [rng.randrange(20, vocab) for _ in range(11)]
+            found.append([base[j % 11] for j in range(length)])
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(model, prompts):
+    return [generate_reference(model, prompt, NEW_TOKENS, set()) for prompt in prompts]
+
+
+@pytest.fixture(scope="module", params=["mtp", "no-mtp"])
+def mesh(request):
+    with meshes.running_mesh(*([] if request.param == "mtp" else ["--no-mtp"])) as running:
+        running.mtp = request.param == "mtp"
+        yield running
+
+
+async def answers(stub, prompts, tenant, at_once):
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(prompt):
+        async with gate:
+            return await meshes.ask(
+                stub, prompt, tenant=tenant, max_tokens=NEW_TOKENS, ignore_eos=True
+            )
+
+    return await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+
+@pytest.mark.parametrize("at_once", [1, 16], ids=["one-at-a-time", "sixteen-at-once"])
+async def test_no_token_differs_from_the_single_process_reference(mesh, prompts, expected, at_once):
+    async with meshes.chat_stub(mesh.address) as stub:
+        for state in ("cold", "warm"):
+            got = await answers(stub, prompts, f"tenant-{at_once}", at_once)
+            wrong = [
+                (len(prompt), answer.token_ids, want)
+                for prompt, answer, want in zip(prompts, got, expected, strict=True)
+                if answer.token_ids != want
+            ]
+            assert not wrong, f"{state}: {len(wrong)} of {len(prompts)} differ, first {wrong[0]}"
+            for prompt, answer in zip(prompts, got, strict=True):
+                assert answer.usage.prompt_tokens == len(prompt)
+                assert answer.usage.completion_tokens == NEW_TOKENS
+                assert answer.usage.cached_tokens <= len(prompt) - 1
+                assert bool(answer.usage.drafted_tokens) == mesh.mtp
+    assert await mesh.problems() == []
+
+
+async def test_a_repeated_prompt_reports_its_full_pages_as_cached(mesh):
+    prompt = list(range(100, 100 + 2 * PAGE + 5))
+    async with meshes.chat_stub(mesh.address) as stub:
+        first = await meshes.ask(stub, prompt, max_tokens=4, ignore_eos=True)
+        second = await meshes.ask(stub, prompt, max_tokens=4, ignore_eos=True)
+    assert first.usage.cached_tokens == 0
+    assert second.usage.cached_tokens == 2 * PAGE
+    assert second.token_ids == first.token_ids
