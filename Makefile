@@ -15,7 +15,7 @@ override PROMPT := $(value PROMPT)
 export PROMPT
 
 VENV := .venv/bin/python
-PIP := $(VENV) -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
+PIP := $(VENV) -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 RUN := $(VENV) -P -m
 QUICK := not gpu and not gpu2 and not full
 PROTO := .pythonpath/pdmesh/wire/chat.proto

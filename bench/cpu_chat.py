@@ -119,9 +119,8 @@ def latency_table(answers: list[meshes.Answer]) -> list[str]:
     ]
     rows = []
     for name, values in (("TTFT", ttft), ("ITL", gaps)):
-        rows.append(
-            f"{name}: median {statistics.median(values):.1f} ms, p99 {percentile(values, 0.99):.1f} ms"
-        )
+        middle, worst = statistics.median(values), percentile(values, 0.99)
+        rows.append(f"{name}: median {middle:.1f} ms, p99 {worst:.1f} ms")
     stages = {
         "queue": sum(a.timing.queue_ms for a in answers),
         "prefill": sum(a.timing.prefill_ms for a in answers),

@@ -88,7 +88,9 @@ class DecodeRunner:
         with_mtp = [s for s in sequences if s.pending is not None]
         if not with_mtp:
             return [[] for _ in sequences]
-        rows, previous, ends = [], [], []
+        rows: list[tuple[SequenceRows, int, Sequence[int]]] = []
+        previous: list[Tensor] = []
+        ends: list[int] = []
         for s in with_mtp:
             assert s.pending is not None
             start = s.computed + 1 - s.pending.shape[0]

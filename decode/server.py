@@ -68,7 +68,7 @@ async def serve_decode(config: DecodeConfig) -> None:
         secret=secret,
         lease_idle_s=config.lease_idle_s,
     )
-    receiver = TransferReceiver(store, [TcpListener(config.transfer_host, fmt)])
+    receiver = TransferReceiver(store, [TcpListener(fmt, config.transfer_host)])
     receiver.start()
     scheduler: DecodeScheduler[DecodeSequence] = DecodeScheduler(config.max_batch)
     runner = DecodeRunner(model, store, fmt.page_size)

@@ -2,14 +2,18 @@
 
 A CPU library picks another inner loop for the rows left over after its tiles, so one row alone may
 differ in the last bit from the same row in a larger matrix. Measured with torch on AVX-512: every
-row is bitwise the same once the number of rows is a multiple of four, for any matrix size tried.
+row is bitwise the same once the number of rows and the length of the sums are multiples of four, for
+any matrix size tried. `varying_shapes` tries the processor at hand.
 """
+
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 ROW_MULTIPLE = 4
+INNER_MULTIPLE = 4
 
 
 def padded_rows(num_rows: int) -> int:
@@ -34,3 +38,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.device.type != "cpu" or x.shape[0] % ROW_MULTIPLE == 0:
         return F.linear(x, weight, bias)
     return F.linear(pad_rows(x), weight, bias)[: x.shape[0]]
+
+
+def varying_shapes(
+    shapes: Iterable[tuple[int, int]], dtype: torch.dtype = torch.float32
+) -> list[tuple[int, int]]:
+    """Those (outputs, inputs) of weights for which a row's result varies with its neighbours here.
+
+    Tries 1 to 65 random rows at several offsets on the CPU; an empty list is what `linear` promises.
+    """
+    generator = torch.Generator().manual_seed(0)
+    varying = []
+    for outputs, inputs in shapes:
+        weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+        x = torch.randn(65, inputs, generator=generator).to(dtype)
+        whole = linear(x, weight)
+        spans = [(i, i + 1) for i in range(0, 65, 9)] + [(0, 2), (3, 8), (31, 64), (1, 65)]
+        if not all(torch.equal(linear(x[a:b], weight), whole[a:b]) for a, b in spans):
+            varying.append((outputs, inputs))
+    return varying

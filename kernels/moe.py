@@ -1,13 +1,12 @@
-"""Routed experts: rows sorted by expert, one grouped product for all experts of a layer."""
+"""Routed experts: rows sorted by expert, one product for each expert that has any."""
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pdmesh.kernels.activation import silu_mul
-from pdmesh.kernels.linear import ROW_MULTIPLE
+from pdmesh.kernels.linear import padded_rows
 
 
 @dataclass(frozen=True)
@@ -16,27 +15,36 @@ class ExpertOrder:
 
     Attributes:
         slots: [n, k] int64, the grouped row of token i's choice j.
-        ends: [num_experts] int32, the row after the last of each expert's rows. Every expert's
-            share is padded to a multiple of four rows; an expert without tokens has no rows.
-        num_rows: rows in all.
+        groups: (expert, first row, row after the last) of each expert that has tokens; every share
+            is padded to a multiple of four rows.
     """
 
     slots: Tensor
-    ends: Tensor
-    num_rows: int
+    groups: tuple[tuple[int, int, int], ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in all, padding included."""
+        return self.groups[-1][2] if self.groups else 0
 
 
 def order_by_expert(ids: Tensor, num_experts: int) -> ExpertOrder:
     """Sort ids [n, k] by expert, stable, with each expert's rows padded."""
     flat = ids.flatten()
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=num_experts)
-    padded = (counts + (ROW_MULTIPLE - 1)) // ROW_MULTIPLE * ROW_MULTIPLE
-    ends = padded.cumsum(0)
-    shift = (ends - padded) - (counts.cumsum(0) - counts)
-    rows = torch.arange(flat.shape[0], device=ids.device) + shift[flat[order]]
+    counts = torch.bincount(flat, minlength=num_experts).tolist()
+    groups, shifts = [], [0] * num_experts
+    begin = placed = 0
+    for expert, count in enumerate(counts):
+        if count:
+            end = begin + padded_rows(count)
+            groups.append((expert, begin, end))
+            shifts[expert] = begin - placed
+            begin, placed = end, placed + count
+    shift = torch.tensor(shifts, device=ids.device).index_select(0, flat.index_select(0, order))
+    rows = torch.arange(flat.shape[0], device=ids.device) + shift
     slots = torch.empty_like(rows).scatter_(0, order, rows)
-    return ExpertOrder(slots.view_as(ids), ends.to(torch.int32), int(ends[-1]))
+    return ExpertOrder(slots.view_as(ids), tuple(groups))
 
 
 def routed_experts(
@@ -59,10 +67,18 @@ def routed_experts(
     order = order_by_expert(ids, gate_up.shape[0])
     grouped = x.new_zeros((order.num_rows, x.shape[1]))
     grouped.index_copy_(0, order.slots.flatten(), x.repeat_interleave(num_choices, dim=0))
-    hidden = silu_mul(F.grouped_mm(grouped, gate_up.transpose(1, 2), offs=order.ends))
-    output = F.grouped_mm(hidden, down.transpose(1, 2), offs=order.ends)
+    hidden = silu_mul(_grouped_linear(grouped, gate_up, order))
+    output = _grouped_linear(hidden, down, order)
     parts = output[order.slots].float() * weights.unsqueeze(-1)
     total = parts[:, 0]
     for choice in range(1, num_choices):
         total = total + parts[:, choice]
     return total.to(x.dtype)
+
+
+def _grouped_linear(x: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
+    """x [rows, k], grouped by expert, times weights [experts, m, k] transposed: [rows, m]."""
+    output = x.new_empty((x.shape[0], weights.shape[1]))
+    for expert, begin, end in order.groups:
+        torch.mm(x[begin:end], weights[expert].t(), out=output[begin:end])
+    return output

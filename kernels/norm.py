@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., n] / sqrt(mean(x^2) + eps) * weight [n]; reduced in float32, returned as x's dtype."""
+    """x [..., n] / sqrt(mean(x^2) + eps) * weight [n]; reduced in float32, in x's dtype."""
     if x.dtype == torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
     normed = F.rms_norm(x.float(), weight.shape, None, eps)

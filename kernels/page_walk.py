@@ -17,6 +17,9 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 
+# Entries computed at once where a single tile has more; bounds memory.
+MAX_ENTRIES = 256
+
 
 @dataclass(frozen=True)
 class Span:
@@ -79,22 +82,22 @@ class _Tile:
 
 def plan_walk(
     spans: Sequence[Span],
-    page_size: int,
-    tile_rows: int,
+    shape: tuple[int, int],
     first_key: int,
     device: torch.device,
-    max_entries: int = 256,
+    group_entries: int = 256,
 ) -> PageWalk:
     """Plan attention of each row at position p over the keys first_key..p of its sequence.
 
     Args:
         spans: the batch's sequences; their rows are consecutive from 0.
-        page_size: slots a page.
-        tile_rows: 1, or page_size.
+        shape: slots a page, and rows a tile: 1, or as many as a page has slots.
         first_key: 0, or 1 for a layer whose slot 0 stays empty.
         device: where the index tensors go.
-        max_entries: entries computed at once (memory); it does not change any result.
+        group_entries: entries computed at once, unless one tile has more; small enough to stay in
+            a processor's cache, it changes the speed but no result.
     """
+    page_size, tile_rows = shape
     tiles = [t for i, span in enumerate(spans) for t in _tiles(span, i, page_size, tile_rows)]
     tiles.sort(key=lambda tile: -tile.page)
     groups: list[Group] = []
@@ -103,13 +106,12 @@ def plan_walk(
     begin = 0
     while begin < len(tiles):
         stop, entries = begin, 0
-        while stop < len(tiles) and (stop == begin or entries + tiles[stop].page < max_entries):
+        while stop < len(tiles) and (stop == begin or entries + tiles[stop].page < group_entries):
             entries += tiles[stop].page + 1
             stop += 1
         members = tiles[begin:stop]
         rows = _rows_of(members, tile_rows, page_size, begin * tile_rows, take)
-        shape = (page_size, tile_rows, first_key, max_entries)
-        chunks = _chunks(members, shape, device)
+        chunks = _chunks(members, (page_size, tile_rows, first_key), device)
         groups.append(Group(torch.from_numpy(rows).to(device), chunks))
         begin = stop
     return PageWalk(tuple(groups), torch.from_numpy(take).to(device), tile_rows)
@@ -137,16 +139,15 @@ def _rows_of(tiles: Sequence[_Tile], tile_rows: int, page_size: int, base: int, 
 
 
 def _chunks(
-    tiles: Sequence[_Tile], shape: tuple[int, int, int, int], device: torch.device
+    tiles: Sequence[_Tile], shape: tuple[int, int, int], device: torch.device
 ) -> tuple[Chunk, ...]:
-    max_entries = shape[3]
     per_tile = np.array([tile.page + 1 for tile in tiles])
     counts = [int((per_tile > j).sum()) for j in range(int(per_tile[0]))]
     chunks: list[Chunk] = []
     first = 0
     while first < len(counts):
         last, total = first, 0
-        while last < len(counts) and (last == first or total + counts[last] <= max_entries):
+        while last < len(counts) and (last == first or total + counts[last] <= MAX_ENTRIES):
             total += counts[last]
             last += 1
         chunks.append(_chunk(tiles, shape, range(first, last), counts[first:last], device))
@@ -156,12 +157,12 @@ def _chunks(
 
 def _chunk(
     tiles: Sequence[_Tile],
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, int, int],
     indices: range,
     counts: Sequence[int],
     device: torch.device,
 ) -> Chunk:
-    page_size, tile_rows, first_key, _ = shape
+    page_size, tile_rows, first_key = shape
     tile_of = np.concatenate([np.arange(count) for count in counts])
     index_of = np.repeat(np.arange(indices.start, indices.stop), counts)
     pages = np.array(

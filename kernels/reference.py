@@ -12,7 +12,14 @@ from pdmesh.kernels.moe import order_by_expert, routed_experts
 from pdmesh.kernels.norm import rms_norm
 from pdmesh.kernels.page_copy import append_latents, flat_rows, gather_latents
 from pdmesh.kernels.page_walk import PageWalk, Span, plan_walk
-from pdmesh.kernels.rope import RopeTable, Yarn, apply_rope, cos_sin_factor, inverse_frequencies, softmax_scale
+from pdmesh.kernels.rope import (
+    RopeTable,
+    Yarn,
+    apply_rope,
+    cos_sin_factor,
+    inverse_frequencies,
+    softmax_scale,
+)
 
 __all__ = [
     "GateRule",

@@ -41,7 +41,7 @@ def cos_sin_factor(yarn: Yarn | None) -> float:
 
 def softmax_scale(head_dim: int, yarn: Yarn | None) -> float:
     """head_dim^-0.5, times the square of yarn's mscale_all_dim term."""
-    scale = float(head_dim) ** -0.5
+    scale = 1.0 / math.sqrt(head_dim)
     if yarn is None:
         return scale
     mscale = yarn_mscale(yarn.factor, yarn.mscale_all_dim)
@@ -112,7 +112,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
     """
     values = x.float()
     if interleave:
-        partner = values.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        partner = values.reshape(*values.shape[:-1], -1, 2).flip(-1).flatten(-2)
     else:
         partner = values.roll(values.shape[-1] // 2, dims=-1)
     return (values * cos + partner * sin).to(x.dtype)

@@ -170,10 +170,11 @@ class KvManager:
         return pages
 
     def _own(self, page_hash: PageHash, parent: PageHash | None, page: int) -> int | None:
-        """Owns one page under its hash; returns another page pinned instead, if there is one.
+        """Owns one page under a hash that may be owned already; returns the page it has to share.
 
         The owned ancestors of a used page are kept used: leaf-first eviction then reaches every
-        cached page, and all of them can back promises.
+        cached page, and all of them can back promises. So a used page of the same hash is pinned
+        (and returned), and a cached one gives way to the page at hand.
         """
         other = self._cache.page_of(page_hash)
         if other is None:
@@ -286,11 +287,11 @@ class Reservation:
         new: list[PageHash] = []
         for page, page_hash in zip(pages, hashes, strict=True):
             parent = self._hashes[-1] if self._hashes else None
+            if manager._cache.page_of(page_hash) != page:
+                new.append(page_hash)
             twin = manager._own(page_hash, parent, page)
             if twin is not None:
                 self._twins.append(twin)
-            elif manager._cache.page_of(page_hash) == page:
-                new.append(page_hash)
             self._hashes.append(page_hash)
         if new:
             manager._on_publish(new)

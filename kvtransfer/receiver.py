@@ -146,9 +146,7 @@ class TransferReceiver:
         finally:
             _run(later)
 
-    def _replace_old(
-        self, lease_id: str, generation: int, later: list[Callable[[], None]]
-    ) -> None:
+    def _replace_old(self, lease_id: str, generation: int, later: list[Callable[[], None]]) -> None:
         old = self._records.get(lease_id)
         if old is None:
             return
@@ -305,9 +303,7 @@ class TransferReceiver:
         if record is None:
             link.send(Abort(message.lease_id, message.generation, "no such lease is expected"))
             return
-        record.state, effects = step(
-            record.state, protocol.Opened(message.generation, one_sided)
-        )
+        record.state, effects = step(record.state, protocol.Opened(message.generation, one_sided))
         for effect in effects:
             if isinstance(effect, protocol.TellSender):
                 link.send(Abort(message.lease_id, message.generation, effect.reason))

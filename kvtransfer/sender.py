@@ -44,9 +44,7 @@ Key = tuple[str, int]
 class Transfer:
     """The pages of one prompt on their way to one lease. Thread-safe."""
 
-    def __init__(
-        self, lease: Lease, link: Link, on_settled: Callable[[Transfer], None]
-    ) -> None:
+    def __init__(self, lease: Lease, link: Link, on_settled: Callable[[Transfer], None]) -> None:
         self.lease = lease
         self._on_settled = on_settled
         self._link = link
@@ -90,9 +88,13 @@ class Transfer:
         view = tensor_bytes(data) if isinstance(data, torch.Tensor) else data.cast("B")
         lease = self.lease
         if not lease.cached_pages <= page_index < lease.num_pages:
-            raise InternalError(f"page {page_index} is not among those lease {lease.lease_id} needs")
+            raise InternalError(
+                f"page {page_index} is not among those lease {lease.lease_id} needs"
+            )
         if not 0 <= layer < lease.page_format.num_layers or view.nbytes != self._size:
-            raise InternalError(f"layer {layer} of {view.nbytes} bytes does not fit the page format")
+            raise InternalError(
+                f"layer {layer} of {view.nbytes} bytes does not fit the page format"
+            )
         self._link.wait_room(view.nbytes, lambda: self._over)
         self._step(protocol.Pushed(page_index, layer), view)
 

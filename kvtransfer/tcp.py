@@ -12,6 +12,7 @@ import socket
 import threading
 from contextlib import suppress
 from io import BufferedReader
+from zlib import crc32
 
 from pdmesh.kvtransfer.frames import (
     HEADER_BYTES,
@@ -24,7 +25,7 @@ from pdmesh.kvtransfer.frames import (
     read_header,
 )
 from pdmesh.kvtransfer.tcp_link import MAX_QUEUED_BYTES, TcpLink, send_all
-from pdmesh.kvtransfer.transport import Endpoint, Link, ReceiverEndpoint, refusal
+from pdmesh.kvtransfer.transport import Endpoint, ReceiverEndpoint, refusal
 from pdmesh.wire.codec import decode, encode
 from pdmesh.wire.errors import ConfigError, Incompatible, InvalidRequest, TransferFailed
 from pdmesh.wire.hashes import PageFormat
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 5.0
 MAX_CONNECTIONS = 512
 _READ_BUFFER = 1 << 17
+_STALLED_MILLISECONDS = 60_000
+"""Sent bytes that stay unacknowledged for so long end a connection."""
 
 
 class TcpListener:
@@ -179,8 +182,8 @@ class TcpListener:
         peer: str,
         endpoint: ReceiverEndpoint,
     ) -> TcpLink:
-        watched = _Forgetting(endpoint, self)
-        link = TcpLink(sock, stream, watched, self._page_format.page_layer_bytes, peer)
+        link = TcpLink(sock, stream, endpoint, self._page_format.page_layer_bytes, peer)
+        link.on_gone = self._forget
         with self._lock:
             self._links.add(link)
             closed = self._closed
@@ -189,6 +192,95 @@ class TcpListener:
             link.close("the receiver is closing")
         return link
 
-    def _forget(self, link: Link) -> None:
+    def _forget(self, link: TcpLink) -> None:
         with self._lock:
-            self._links.discard(link)  # type: ignore[arg-type]  # a set may be asked for any value
+            self._links.discard(link)
+
+
+class TcpDialer:
+    """Connects to ``TcpListener`` addresses.
+
+    Args:
+        max_queued_bytes: bytes of writes that may wait on one connection before a push blocks.
+    """
+
+    name = "tcp"
+
+    def __init__(self, max_queued_bytes: int = MAX_QUEUED_BYTES) -> None:
+        self._max_queued_bytes = max_queued_bytes
+
+    def reaches(self, address: str) -> bool:
+        host, _, port = address.rpartition(":")
+        return bool(host) and port.isdigit()
+
+    def dial(self, address: str, page_format: PageFormat, endpoint: Endpoint) -> TcpLink:
+        host, _, port = address.rpartition(":")
+        try:
+            sock = socket.create_connection((host.strip("[]"), int(port)), HANDSHAKE_SECONDS)
+        except OSError as error:
+            raise TransferFailed(
+                f"the decode worker at {address} cannot be reached: {error.strerror or error}"
+            ) from error
+        try:
+            stream = _prepare(sock)
+            _introduce(sock, stream, address, page_format)
+            sock.settimeout(None)
+        except BaseException:
+            sock.close()
+            raise
+        link = TcpLink(
+            sock,
+            stream,
+            endpoint,
+            page_format.page_layer_bytes,
+            address,
+            max_queued_bytes=self._max_queued_bytes,
+        )
+        link.start()
+        return link
+
+
+def _introduce(
+    sock: socket.socket, stream: BufferedReader, address: str, page_format: PageFormat
+) -> None:
+    hello = encode(Hello(PROTOCOL_VERSION, page_format))
+    try:
+        send_all(sock, list(pack(Kind.HELLO, hello)))
+        header, payload = _handshake_frame(stream)
+    except BadFrame as error:
+        raise TransferFailed(f"{address} is no page receiver: {error}") from error
+    except OSError as error:
+        raise TransferFailed(
+            f"the decode worker at {address} did not answer: {error.strerror or error}"
+        ) from error
+    if header.kind is Kind.REFUSED:
+        raise Incompatible(f"{address} refused: {payload.decode(errors='replace')}")
+    if header.kind is not Kind.WELCOME:
+        raise TransferFailed(f"{address} answered a greeting with {header.kind.name}")
+
+
+def _handshake_frame(stream: BufferedReader) -> tuple[Header, bytes]:
+    header = read_header(stream, bytearray(HEADER_BYTES), 0)
+    if header is None:
+        raise BadFrame("the connection was closed before a greeting")
+    payload = bytearray(header.length)
+    if payload and not read_exactly(stream, memoryview(payload)):
+        raise BadFrame("the connection ended in the middle of a frame")
+    if crc32(payload) != header.crc:
+        raise BadFrame("the checksum of a greeting is wrong")
+    return header, bytes(payload)
+
+
+def _prepare(sock: socket.socket) -> BufferedReader:
+    """Sets the options of a connection, and a timeout for its handshake."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _STALLED_MILLISECONDS)
+    sock.settimeout(HANDSHAKE_SECONDS)
+    stream = sock.makefile("rb", buffering=_READ_BUFFER)
+    assert isinstance(stream, BufferedReader)
+    return stream

@@ -10,8 +10,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from io import BufferedReader
 
-from pdmesh.kvtransfer.frames import HEADER_BYTES, BadFrame, read_exactly, read_header
-from pdmesh.kvtransfer.frames import MAX_CONTROL_BYTES, to_frame, to_message
+from pdmesh.kvtransfer.frames import (
+    HEADER_BYTES,
+    MAX_CONTROL_BYTES,
+    BadFrame,
+    read_exactly,
+    read_header,
+    to_frame,
+    to_message,
+)
 from pdmesh.kvtransfer.transport import Endpoint, Message, Write
 from pdmesh.wire.logs import event
 
@@ -42,6 +49,8 @@ class TcpLink:
         self._endpoint = endpoint
         self._page_layer_bytes = page_layer_bytes
         self._max_queued = max_queued_bytes
+        self.on_gone: Callable[[TcpLink], None] | None = None
+        """Called after ``on_closed`` of the endpoint."""
         self._changed = threading.Condition()
         self._queue: deque[Message] = deque()
         self._queued_bytes = 0
@@ -157,6 +166,8 @@ class TcpLink:
             self._stream.close()
             self._sock.close()
             self._endpoint.on_closed(self, self._reason)
+            if self.on_gone is not None:
+                self.on_gone(self)
 
     def _read_frames(self) -> None:
         buffer = bytearray(HEADER_BYTES)

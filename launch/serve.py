@@ -127,7 +127,7 @@ def _decode(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, Non
 
 def _router(topology: Topology) -> Coroutine[Any, Any, None]:
     from pdmesh.router.config import RouterConfig
-    from pdmesh.router.main import serve_router
+    from pdmesh.router.server import serve_router
 
     mesh = topology.mesh
     assert mesh.secret_file is not None

@@ -17,6 +17,9 @@ Form = Literal["mha", "absorbed"]
 # From this many rows of one sequence the absorbed form computes a page's rows at once.
 _TILE_FROM = 8
 
+# Entries (rows of a tile against one page) computed at once: what stays in a processor's cache.
+_GROUP_ENTRIES = {("mha", True): 256, ("absorbed", True): 8, ("absorbed", False): 32}
+
 
 @dataclass(frozen=True)
 class SequenceSlice:
@@ -101,13 +104,17 @@ class Batch:
         """The plan of attention over keys first_key..position; made once and kept."""
         key = (form, first_key)
         if key not in self._walks:
-            few = all(item.end - item.start < _TILE_FROM for item in self.slices)
-            tile_rows = 1 if form == "absorbed" and few else self.page_size
+            tiled = form == "mha" or any(
+                item.end - item.start >= _TILE_FROM for item in self.slices
+            )
+            shape = (self.page_size, self.page_size if tiled else 1)
             spans, row = [], 0
             for item in self.slices:
                 spans.append(Span(item.page_table, item.start, item.end, row))
                 row += item.end - item.start
-            self._walks[key] = plan_walk(spans, self.page_size, tile_rows, first_key, self.device)
+            self._walks[key] = plan_walk(
+                spans, shape, first_key, self.device, _GROUP_ENTRIES[form, tiled]
+            )
         return self._walks[key]
 
     def writes(self, num_layers: int) -> tuple[Tensor, Tensor]:

@@ -54,14 +54,13 @@ class Binding:
     def write(self, tensor: Tensor) -> None:
         """Load a tensor of the right shape into the model."""
         if self.heads:
-            per_head = tensor.unflatten(0, (self.heads, -1))
+            per_head = tensor.reshape(self.heads, -1, tensor.shape[-1])
             first = self.views[0].shape[1]
             self.views[0].copy_(per_head[:, :first])
             self.views[1].copy_(per_head[:, first:])
             return
-        for view, part in zip(
-            self.views, tensor.split([view.shape[0] for view in self.views]), strict=True
-        ):
+        parts = torch.split(tensor, [view.shape[0] for view in self.views])
+        for view, part in zip(self.views, parts, strict=True):
             view.copy_(part)
 
 

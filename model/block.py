@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from pdmesh.kernels.norm import rms_norm
 from pdmesh.kernels.rope import RopeTable
-
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.context import StepContext
 from pdmesh.model.mla import Mla

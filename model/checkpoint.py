@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pdmesh.kernels.fp8 import BLOCK, quantise_blocks
-
 from pdmesh.model.bindings import Binding, bindings
-from pdmesh.model.config import FP8_BLOCK, ModelConfig
+from pdmesh.model.config import ModelConfig
+from pdmesh.model.config_reader import FP8_BLOCK
 from pdmesh.model.deepseek import DeepseekV3
 
 SINGLE_FILE = "model.safetensors"

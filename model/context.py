@@ -7,7 +7,6 @@ from torch import Tensor
 
 from pdmesh.kernels.page_walk import PageWalk
 from pdmesh.kernels.rope import RopeTable
-
 from pdmesh.model.batch import Batch, Form
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from pdmesh.kernels.linear import linear
 from pdmesh.kernels.norm import rms_norm
 from pdmesh.kernels.rope import RopeTable
-
 from pdmesh.model.batch import Batch, Form
 from pdmesh.model.block import Block
 from pdmesh.model.config import ModelConfig
@@ -44,7 +43,9 @@ class DeepseekV3(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            Block(config, layer) for layer in range(config.num_hidden_layers)
+        )
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else nn.Parameter(torch.empty_like(self.embed_tokens))

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from pdmesh.kernels.gate import choose_experts
 from pdmesh.kernels.linear import linear
-
 from pdmesh.model.config import ModelConfig
 
 

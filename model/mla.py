@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), both forms side by side.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) in both forms.
 
 With c the normalised latent of a key and k_r its rotated part, head h scores a query (q_h, q_r)
 
@@ -17,7 +17,6 @@ from pdmesh.kernels.linear import linear
 from pdmesh.kernels.norm import rms_norm
 from pdmesh.kernels.page_copy import append_latents
 from pdmesh.kernels.rope import apply_rope
-
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.context import StepContext
 from pdmesh.model.rope import softmax_scale
@@ -120,8 +119,8 @@ class Mla(nn.Module):
             sin,
             interleave,
         )
-        keys = F.linear(normed, self.k_b_proj.flatten(0, 1)).unflatten(-1, (self.heads, -1))
-        values = F.linear(normed, self.v_b_proj.flatten(0, 1)).unflatten(-1, (self.heads, -1))
+        keys = F.linear(normed, self.k_b_proj.flatten(0, 1)).view(batch, length, self.heads, -1)
+        values = F.linear(normed, self.v_b_proj.flatten(0, 1)).view(batch, length, self.heads, -1)
         key_rope = rotated[:, :, -1:].expand(-1, -1, self.heads, -1)
         attended = F.scaled_dot_product_attention(
             torch.cat([query[..., : self.nope], rotated[:, :, :-1]], dim=-1).transpose(1, 2),

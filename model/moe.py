@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from pdmesh.kernels.activation import silu_mul
 from pdmesh.kernels.linear import linear
 from pdmesh.kernels.moe import routed_experts
-
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.gate import Gate
 
@@ -40,7 +39,11 @@ class Moe(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        count, hidden, size = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        count, hidden, size = (
+            config.n_routed_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+        )
         self.num_experts = count
         self.gate = Gate(config)
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * size, hidden))
@@ -81,7 +84,7 @@ class Moe(nn.Module):
         full = torch.zeros(rows.shape[0], self.num_experts, device=rows.device)
         full = full.scatter(1, ids, weights)
         gate_up = F.linear(rows, self.gate_up_proj.flatten(0, 1))
-        gate, up = gate_up.unflatten(-1, (self.num_experts, -1)).chunk(2, dim=-1)
+        gate, up = gate_up.view(rows.shape[0], self.num_experts, -1).chunk(2, dim=-1)
         hidden = F.silu(gate) * up * full.unsqueeze(-1).to(gate.dtype)
         return F.linear(hidden.flatten(1), self.down_proj.transpose(0, 1).flatten(1))
 

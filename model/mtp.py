@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from pdmesh.kernels.linear import linear
 from pdmesh.kernels.norm import rms_norm
 from pdmesh.kernels.rope import RopeTable
-
 from pdmesh.model.block import Block
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.context import StepContext

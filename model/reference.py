@@ -54,7 +54,8 @@ class _Run:
         return Batch.build([item], [tokens], 64, self.model.device)
 
     def hidden(self, tokens: Sequence[int], start: int, form: Form) -> Tensor:
-        return self.model(self.batch(tokens, start), self.latents, form)
+        hidden: Tensor = self.model(self.batch(tokens, start), self.latents, form)
+        return hidden
 
     def next_tokens(self, hidden: Tensor) -> list[int]:
         chosen: list[int] = self.model.logits(hidden).argmax(dim=-1).tolist()

@@ -15,12 +15,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdmesh.kernels.fp8 import BLOCK, dequantise_blocks
-from pdmesh.wire.errors import ConfigError
-
 from pdmesh.model.bindings import Binding, bindings
 from pdmesh.model.checkpoint import INDEX_FILE, SINGLE_FILE, save_checkpoint
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.wire.errors import ConfigError
 
 __all__ = ["fingerprint", "load_model", "save_checkpoint"]
 

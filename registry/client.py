@@ -159,5 +159,5 @@ class RegistryView:
         if roster.incarnation != self._state.incarnation:
             raise EventsMissing
         while self._state.seq < roster.seq:
-            if not await self._apply_events(block_ms=1):
+            if not await self._apply_events(block_ms=0):
                 raise EventsMissing

@@ -180,8 +180,9 @@ class Store:
 
     async def events(self, after: int, block_ms: int) -> list[tuple[int, dict[bytes, bytes]]]:
         """Events that follow number ``after``, as (number, fields); waits ``block_ms`` for one."""
+        wait = ("BLOCK", block_ms) if block_ms else ()
         answer = await self.execute(
-            "XREAD", "COUNT", 500, "BLOCK", block_ms, "STREAMS", self.keys.events, f"{after}-0"
+            "XREAD", "COUNT", 500, *wait, "STREAMS", self.keys.events, f"{after}-0"
         )
         if not answer:
             return []

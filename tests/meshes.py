@@ -125,10 +125,8 @@ def _wait_ready(mesh: Mesh, folder: Path, output: Path) -> None:
         if mesh.process.poll() is not None:
             break
         for path in folder.rglob("mesh.json"):
-            info = json.loads(path.read_text())
-            if info.get("ready"):
-                mesh.info, mesh.state_dir = info, path.parent
-                return
+            mesh.info, mesh.state_dir = json.loads(path.read_text()), path.parent
+            return
         time.sleep(0.1)
     raise AssertionError(f"the mesh did not start:\n{output.read_text()}\n{mesh.log()}")
 

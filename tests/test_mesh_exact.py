@@ -6,11 +6,11 @@ Real processes, real TCP: the router, one prefill worker and two decode workers 
 import asyncio
 import random
 
+import meshes
 import pytest
 import torch
 
-import meshes
-from pdmesh.launch.defaults import shipped_model
+from pdmesh.launch.topology import shipped_model
 from pdmesh.model.reference import generate_reference
 from pdmesh.model.weights import load_model
 

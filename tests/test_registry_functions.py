@@ -1,0 +1,272 @@
+"""The functions in the store against a plain model, on a real server."""
+
+import asyncio
+import random
+import secrets
+
+import pytest
+import pytest_asyncio
+
+from pdmesh.registry.embedded import EmbeddedStore
+from pdmesh.registry.membership import EventsMissing, Membership
+from pdmesh.registry.store import Keys, Roster, Store
+from pdmesh.wire.codec import encode
+from pdmesh.wire.hashes import PageFormat
+from pdmesh.wire.messages import WorkerRecord
+
+TTL_MS = 60_000
+FORMAT = PageFormat("tiny", "w", "float32", 64, 7, 1, 576)
+NAMES = ("prefill-0", "decode-0", "decode-1")
+
+
+def record(worker_id: str, instance: str) -> WorkerRecord:
+    return WorkerRecord(
+        worker_id=worker_id,
+        instance=instance,
+        role="decode",
+        address="127.0.0.1:1",
+        page_format=FORMAT,
+        model="tiny",
+        vocab_size=16,
+        max_context=64,
+        capacity_pages=8,
+    )
+
+
+def page(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+@pytest.fixture(scope="module")
+def server():
+    store = EmbeddedStore()
+    store.start()
+    yield store
+    store.stop()
+
+
+@pytest_asyncio.fixture
+async def store(server):
+    client = Store(server.url, secrets.token_hex(4))
+    yield client
+    await client.close()
+
+
+async def register(store, worker_id, instance="i", ttl_ms=TTL_MS, takeover=1, state="ready"):
+    answer = await store.call(
+        "register",
+        worker_id,
+        instance,
+        encode(record(worker_id, instance)),
+        ttl_ms,
+        state,
+        takeover,
+        secrets.token_hex(8),
+    )
+    return answer[0], answer[1]
+
+
+async def keys_of(store: Store) -> set[str]:
+    return {key.decode() for key in await store.execute("KEYS", f"pdmesh:{{{store.keys.mesh}}}:*")}
+
+
+class Model:
+    """What the store should hold: worker -> (epoch, instance, state, pages)."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, tuple[int, str, str, set[bytes]]] = {}
+        self.last_epoch = 0
+
+    def current(self, worker_id: str) -> int:
+        return self.workers[worker_id][0] if worker_id in self.workers else 0
+
+
+async def random_step(rng: random.Random, store: Store, model: Model, epochs: list[int]) -> None:
+    """One random call; checks its answer and applies it to the model."""
+    name = rng.choice(NAMES)
+    op = rng.choice(("register", "renew", "set_state", "publish", "evict", "deregister", "publish"))
+    if op == "register":
+        instance, takeover = rng.choice("ab"), rng.randint(0, 1)
+        state = rng.choice(("joining", "ready"))
+        taken = name in model.workers and model.workers[name][1] != instance and not takeover
+        status, value = await register(store, name, instance, TTL_MS, takeover, state)
+        assert status == (b"TAKEN" if taken else b"OK")
+        if not taken:
+            assert int(value) > model.last_epoch
+            model.last_epoch = int(value)
+            epochs.append(int(value))
+            model.workers[name] = (int(value), instance, state, set())
+        return
+    epoch = model.current(name) if rng.random() < 0.7 else rng.choice([0, *epochs])
+    pages = [page(rng.randrange(40)) for _ in range(rng.randint(1, 6))]
+    state = rng.choice(("ready", "draining"))
+    args = {"renew": (TTL_MS,), "set_state": (TTL_MS, state), "deregister": ()}.get(op, pages)
+    answer = await store.call(op, name, epoch, *args)
+    if epoch == 0 or epoch != model.current(name):
+        assert answer == [b"FENCED", str(model.current(name)).encode()]
+        return
+    assert answer == [b"OK"]
+    held = model.workers[name]
+    if op == "set_state":
+        model.workers[name] = (held[0], held[1], state, held[3])
+    elif op == "publish":
+        held[3].update(pages)
+    elif op == "evict":
+        held[3].difference_update(pages)
+    elif op == "deregister":
+        del model.workers[name]
+
+
+async def check_store(store: Store, model: Model) -> Roster:
+    roster = await store.roster()
+    assert roster.members == {n: (w[0], w[2]) for n, w in model.workers.items()}
+    for name in NAMES:
+        assert await store.pages(name) == (
+            model.workers[name][3] if name in model.workers else set()
+        )
+        member = await store.member(name)
+        assert (member is not None) == (name in model.workers)
+        if member is not None:
+            assert (member.epoch, member.state) == model.workers[name][::2][:2]
+            assert member.record.instance == model.workers[name][1]
+    return roster
+
+
+async def feed(store: Store, view: Membership) -> None:
+    while events := await store.events(view.seq, 0):
+        for seq, fields in events:
+            view.apply(seq, fields)
+
+
+def check_view(view: Membership, model: Model) -> None:
+    ready = sorted(n for n, w in model.workers.items() if w[2] == "ready")
+    assert [w.worker_id for w in view.workers()] == ready
+    for name, (_, _, _, pages) in model.workers.items():
+        for number in range(40):
+            assert view.owned_prefix(name, [page(number)]) == (page(number) in pages)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_random_calls_leave_the_store_and_the_events_as_a_plain_model_says(store, seed):
+    rng = random.Random(seed)
+    model, epochs = Model(), []
+    view = Membership(grace_s=0.0, lost_s=0.0)
+    view.replace(await store.roster(), [])
+    for _ in range(300):
+        await random_step(rng, store, model, epochs)
+        roster = await check_store(store, model)
+        await feed(store, view)
+        view.check(roster, now=0.0)
+        check_view(view, model)
+
+
+async def test_a_stale_epoch_changes_nothing(store):
+    _, old = await register(store, "decode-0", "a")
+    _, new = await register(store, "decode-0", "b")
+    await store.call("publish", "decode-0", new, page(1))
+    before = await store.roster()
+    calls = {
+        "renew": (TTL_MS,),
+        "set_state": (TTL_MS, "draining"),
+        "publish": (page(2),),
+        "evict": (page(1),),
+        "deregister": (),
+    }
+    for name, args in calls.items():
+        assert await store.call(name, "decode-0", old, *args) == [b"FENCED", new]
+    assert await store.roster() == before
+    assert await store.pages("decode-0") == {page(1)}
+
+
+async def test_registering_again_forgets_the_pages_of_the_epoch_before(store):
+    _, epoch = await register(store, "decode-0")
+    await store.call("publish", "decode-0", epoch, page(1))
+    await register(store, "decode-0")
+    assert await store.pages("decode-0") == set()
+
+
+async def test_epochs_rise_also_across_a_loss_of_all_data(store):
+    _, before = await register(store, "decode-0")
+    await store.execute("DEL", *await keys_of(store))
+    _, after = await register(store, "decode-0")
+    assert int(after) > int(before)
+
+
+async def until(condition, what: str, tries: int = 500):
+    """Asks again and again; only a failure takes long."""
+    for _ in range(tries):
+        if await condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(what)
+
+
+async def test_a_dead_workers_keys_are_gone_after_its_lease(store):
+    _, epoch = await register(store, "decode-0", ttl_ms=150)
+    assert await store.call("publish", "decode-0", epoch, page(1), page(2)) == [b"OK"]
+
+    async def gone() -> bool:
+        own = {store.keys.worker("decode-0"), store.keys.pages("decode-0")}
+        return not own & await keys_of(store)
+
+    assert not await gone()
+    await until(gone, "a key of the dead worker remains")
+    assert (await store.roster()).members == {}
+    assert await store.call("renew", "decode-0", epoch, TTL_MS) == [b"FENCED", b"0"]
+
+
+async def test_the_shared_keys_of_a_dead_mesh_name_no_worker(store):
+    await register(store, "decode-0", ttl_ms=100)
+
+    async def gone() -> bool:
+        left = await keys_of(store)
+        return not any("lease" in key or "roster" in key for key in left)
+
+    await until(gone, "the roster outlives its last worker")
+
+
+async def test_publishing_late_in_a_lease_does_not_outlive_it(store):
+    _, epoch = await register(store, "decode-0", ttl_ms=5_000)
+    await store.call("publish", "decode-0", epoch, page(1))
+    worker = await store.execute("PTTL", store.keys.worker("decode-0"))
+    pages = await store.execute("PTTL", store.keys.pages("decode-0"))
+    assert 0 < pages <= worker + 1
+
+
+async def test_many_pages_in_one_call_are_all_kept(store):
+    _, epoch = await register(store, "decode-0")
+    pages = [page(number) for number in range(3_000)]
+    assert await store.call("publish", "decode-0", epoch, *pages) == [b"OK"]
+    assert await store.pages("decode-0") == set(pages)
+    assert await store.call("evict", "decode-0", epoch, *pages[10:]) == [b"OK"]
+    assert await store.pages("decode-0") == set(pages[:10])
+
+
+async def test_two_meshes_in_one_store_do_not_see_each_other(server, store):
+    other = Store(server.url, store.keys.mesh + "x")
+    await register(store, "decode-0")
+    assert (await other.roster()).members == {}
+    await other.close()
+
+
+async def test_all_keys_of_a_mesh_share_one_hash_tag():
+    keys = Keys("m")
+    named = [*keys.shared, keys.worker("decode-0"), keys.pages("decode-0")]
+    assert all(key.startswith("pdmesh:{m}:") for key in named)
+
+
+async def test_the_functions_come_back_after_the_store_forgot_them(store):
+    await register(store, "decode-0")
+    await store.execute("FUNCTION", "FLUSH")
+    assert "decode-0" in (await store.roster()).members
+
+
+async def test_a_view_that_missed_trimmed_events_asks_for_a_snapshot(store):
+    _, epoch = await register(store, "decode-0")
+    view = Membership(grace_s=0.0, lost_s=0.0)
+    view.replace(await store.roster(), [])
+    for number in range(3):
+        await store.call("publish", "decode-0", epoch, page(number))
+    await store.execute("XTRIM", store.keys.events, "MAXLEN", 1)
+    with pytest.raises(EventsMissing):
+        await feed(store, view)
