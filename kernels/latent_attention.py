@@ -15,9 +15,10 @@ split into batches, or on how many keys follow. Everything is float32.
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from pdmesh.kernels.linear import linear
+from pdmesh.kernels.linear import linear, padded_rows
 from pdmesh.kernels.page_copy import flat_rows, gather_latents
 from pdmesh.kernels.page_walk import Chunk, Group, PageWalk
 
@@ -40,7 +41,9 @@ def absorbed_attention(
     Returns:
         [n, heads, rank] float32; rows beyond the walk's repeat row 0.
     """
-    heads = query.shape[1]
+    num_heads, heads = query.shape[1], padded_rows(query.shape[1])
+    if heads != num_heads:
+        query = F.pad(query, (0, 0, 0, heads - num_heads))
 
     def load(chunk: Chunk) -> tuple[Tensor, Tensor]:
         rows = flat_rows(chunk.pages, chunk.slots, latents.shape[1], latents.shape[2])
@@ -53,7 +56,7 @@ def absorbed_attention(
         packed = query.index_select(0, group.rows.flatten()).view(tiles, 1, rows * heads, -1)
         masks = [_repeat_rows(chunk.masked, heads) for chunk in group.chunks]
         parts.append(_attend(packed, group, load, masks).view(tiles * rows, heads, rank))
-    return _rows_back(parts, walk, query.shape[0])
+    return _rows_back(parts, walk, query.shape[0])[:, :num_heads]
 
 
 def mha_attention(

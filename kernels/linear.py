@@ -1,9 +1,9 @@
 """Matrix products whose rows do not depend on how many rows there are.
 
 A CPU library picks another inner loop for the rows left over after its tiles, so one row alone may
-differ in the last bit from the same row in a larger matrix. Measured with torch on AVX-512: every
-row is bitwise the same once the number of rows and the length of the sums are multiples of four, for
-any matrix size tried. `varying_shapes` tries the processor at hand.
+differ in the last bit from the same row in a larger matrix. Measured with torch on AVX-512: a row
+is bitwise the same once the number of rows and the length of the sums are multiples of four, for
+every matrix size tried. `varying_shapes` tries the processor at hand.
 """
 
 from collections.abc import Iterable
@@ -43,9 +43,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def varying_shapes(
     shapes: Iterable[tuple[int, int]], dtype: torch.dtype = torch.float32
 ) -> list[tuple[int, int]]:
-    """Those (outputs, inputs) of weights for which a row's result varies with its neighbours here.
+    """Those (outputs, inputs) of weights for which a row varies with its neighbours on this CPU.
 
-    Tries 1 to 65 random rows at several offsets on the CPU; an empty list is what `linear` promises.
+    Tries 1 to 65 random rows at several offsets; an empty list is what `linear` promises.
     """
     generator = torch.Generator().manual_seed(0)
     varying = []

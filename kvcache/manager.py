@@ -287,7 +287,7 @@ class Reservation:
         new: list[PageHash] = []
         for page, page_hash in zip(pages, hashes, strict=True):
             parent = self._hashes[-1] if self._hashes else None
-            if manager._cache.page_of(page_hash) != page:
+            if manager._cache.page_of(page_hash) is None:
                 new.append(page_hash)
             twin = manager._own(page_hash, parent, page)
             if twin is not None:

@@ -13,10 +13,10 @@ import heapq
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from pdmesh.kvtransfer.faults import Faults, Parcel, flipped, repeated
 from pdmesh.kvtransfer.transport import (
     Destination,
     Endpoint,
@@ -36,37 +36,6 @@ _listeners: dict[str, LoopbackListener] = {}
 _listeners_lock = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """What goes wrong on a connection. Messages towards the receiver are numbered from 0.
-
-    A one-sided transport repeats a write at once (network cards discard late repeats), and opens
-    leases at once, whatever is said here about that message.
-    """
-
-    drop: frozenset[int] = frozenset()
-    duplicate: frozenset[int] = frozenset()
-    corrupt: frozenset[int] = frozenset()
-    """Writes of which a bit is flipped on the way."""
-    delay: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
-    """Message number to how many later messages may overtake it."""
-    stall_after: int | None = None
-    """After so many deliveries nothing reaches the receiver until ``resume``."""
-    disconnect_after: int | None = None
-    """After so many deliveries the connection is lost."""
-
-
-@dataclass(order=True, slots=True)
-class _Item:
-    due: float
-    order: int
-    message: Message = field(compare=False)
-    corrupt: bool = field(compare=False, default=False)
-    repeat: bool = field(compare=False, default=False)
-    """A second copy, made by the network: the sender's memory is not involved."""
-    destination: Destination | None = field(compare=False, default=None)
-
-
 class _Connection:
     """Both directions of one connection. ``step`` delivers one message, outside of the lock."""
 
@@ -79,7 +48,7 @@ class _Connection:
         self.receiver_link = LoopbackLink(self, towards_receiver=False)
         self._sender = sender
         self._receiver = listener.endpoint
-        self._to_receiver: list[_Item] = []
+        self._to_receiver: list[Parcel] = []
         self._to_sender: deque[Message] = deque()
         self._sent = 0
         self._delivered = 0
@@ -107,16 +76,17 @@ class _Connection:
         if self.listener.one_sided:
             return 0
         with self.changed:
-            mine = [
+            kept = [
                 item
                 for item in self._to_receiver
-                if isinstance(item.message, Write)
-                and not item.repeat
-                and (item.message.lease_id, item.message.generation) == (lease_id, generation)
+                if not isinstance(item.message, Write)
+                or item.repeat
+                or (item.message.lease_id, item.message.generation) != (lease_id, generation)
             ]
-            self._to_receiver = [item for item in self._to_receiver if item not in mine]
-            heapq.heapify(self._to_receiver)
-            return len(mine)
+            taken = len(self._to_receiver) - len(kept)
+            heapq.heapify(kept)
+            self._to_receiver = kept
+            return taken
 
     def close(self, reason: str) -> None:
         with self.changed:
@@ -182,20 +152,19 @@ class _Connection:
         if number in self.faults.drop:
             self._dropped(message)
             return
-        due = (
-            number + self.faults.delay.get(number, 0) + (0.5 if number in self.faults.delay else 0)
-        )
-        item = _Item(due, number, message, number in self.faults.corrupt, destination=place)
+        overtaken_by = self.faults.delay.get(number)
+        due = float(number) if overtaken_by is None else number + overtaken_by + 0.5
+        item = Parcel(due, number, message, number in self.faults.corrupt, destination=place)
         heapq.heappush(self._to_receiver, item)
         if number in self.faults.duplicate:
-            late = 0.0 if self.listener.one_sided else 3.0
-            heapq.heappush(self._to_receiver, _repeat(item, due + late))
+            late = 0.25 if self.listener.one_sided else 3.0
+            heapq.heappush(self._to_receiver, repeated(item, due + late))
 
     def _dropped(self, message: Message) -> None:
         """A lost write uses nobody's memory any more: the sender is told as if it were sent."""
         if isinstance(message, Write):
             lost = replace(message, data=None)
-            heapq.heappush(self._to_receiver, _Item(self._sent - 0.5, self._sent, lost))
+            heapq.heappush(self._to_receiver, Parcel(self._sent - 0.5, self._sent, lost))
 
     def _next(self) -> Callable[[], None] | None:
         if self._to_sender:
@@ -209,7 +178,7 @@ class _Connection:
         self._delivered += 1
         return lambda: self._deliver(item)
 
-    def _deliver(self, item: _Item) -> None:
+    def _deliver(self, item: Parcel) -> None:
         message = item.message
         if isinstance(message, Write):
             self._deliver_write(item, message)
@@ -219,16 +188,16 @@ class _Connection:
         if after is not None and self._delivered >= after:
             self.close("the connection was cut")
 
-    def _deliver_write(self, item: _Item, write: Write) -> None:
+    def _deliver_write(self, item: Parcel, write: Write) -> None:
         if write.data is not None:
-            data = _flipped(write.data) if item.corrupt else write.data
+            data = flipped(write.data) if item.corrupt else write.data
             if not self.listener.one_sided:
                 self._receiver.on_message(self.receiver_link, replace(write, data=data))
             elif item.destination is not None:
                 place = item.destination
-                self._receiver.land(
-                    place.page_ids[write.page - place.first_page], write.layer, data
-                )
+                if not item.repeat:
+                    page_id = place.page_ids[write.page - place.first_page]
+                    self._receiver.land(page_id, write.layer, data)
                 self._receiver.on_message(self.receiver_link, replace(write, data=None))
         if not item.repeat:
             self._sender.on_sent(self.sender_link, [write])
@@ -245,6 +214,10 @@ class LoopbackLink:
     def __init__(self, connection: _Connection, *, towards_receiver: bool) -> None:
         self._connection = connection
         self._towards_receiver = towards_receiver
+
+    @property
+    def one_sided(self) -> bool:
+        return self._connection.listener.one_sided
 
     @property
     def closed(self) -> bool:
@@ -367,16 +340,3 @@ class LoopbackDialer:
         if reason := refusal(listener.page_format, page_format, PROTOCOL_VERSION):
             raise Incompatible(f"{address} refused: {reason}")
         return listener.connect(endpoint)
-
-
-def _flipped(data: memoryview) -> memoryview:
-    copy = bytearray(data)
-    copy[len(copy) // 2] ^= 1
-    return memoryview(copy)
-
-
-def _repeat(item: _Item, due: float) -> _Item:
-    message = item.message
-    if isinstance(message, Write) and message.data is not None:
-        message = replace(message, data=memoryview(bytes(message.data)))
-    return _Item(due, item.order, message, item.corrupt, True, item.destination)

@@ -12,11 +12,12 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from functools import partial
 
 from pdmesh.kvcache.store import LatentStore
+from pdmesh.kvtransfer.arrival import Arrival
 from pdmesh.kvtransfer.protocol import receiver as protocol
-from pdmesh.kvtransfer.protocol.receiver import Phase, ReceiverState, step
+from pdmesh.kvtransfer.protocol.receiver import Phase
 from pdmesh.kvtransfer.transport import (
     Abort,
     Destination,
@@ -36,21 +37,8 @@ from pdmesh.wire.messages import Fin
 
 log = logging.getLogger(__name__)
 
-_OVER = (Phase.INSTALLED, Phase.FREE)
-
-
-class _Record:
-    """One lease under one generation."""
-
-    def __init__(self, lease_id: str, state: ReceiverState, place: Destination) -> None:
-        self.lease_id = lease_id
-        self.state = state
-        self.place = place
-        self.link: Link | None = None
-        self.owner_waits = False
-        """The owner cancelled and waits for the end of the quarantine."""
-        self.outcome: Future[Fin] = Future()
-        self.outcome.set_running_or_notify_cancel()
+Later = list[Callable[[], None]]
+"""Calls to make once the lock is released."""
 
 
 class TransferReceiver:
@@ -84,7 +72,7 @@ class TransferReceiver:
         self.on_failure = on_failure
         self.on_drained = on_drained
         self._lock = threading.Lock()
-        self._records: dict[str, _Record] = {}
+        self._arrivals: dict[str, Arrival] = {}
         self._writers: set[Link] = set()
         self._addresses: tuple[tuple[str, str], ...] = ()
         self.dropped = 0
@@ -101,17 +89,17 @@ class TransferReceiver:
 
     def start(self) -> None:
         """Starts all listeners."""
-        self._addresses = tuple((lis.name, lis.start(_Inbox(self, lis))) for lis in self._listeners)
+        self._addresses = tuple((lis.name, lis.start(self)) for lis in self._listeners)
 
     def close(self) -> None:
         """Closes all listeners and connections; leases under way fail. Idempotent."""
         for listener in self._listeners:
             listener.close()
-        later: list[Callable[[], None]] = []
+        later: Later = []
         with self._lock:
-            for record in self._records.values():
-                if record.state.phase is Phase.RESERVED:
-                    self._step(record, protocol.Cancelled(), later)
+            for arrival in self._arrivals.values():
+                if arrival.state.phase is Phase.RESERVED:
+                    self._step(arrival, protocol.Cancelled(), later)
         _run(later)
 
     def expect(
@@ -136,18 +124,17 @@ class TransferReceiver:
             raise InternalError(f"lease {lease_id}: a page is outside of the store")
         if not 0 < num_layers <= self._store.num_layers or len(set(page_ids)) != len(page_ids):
             raise InternalError(f"lease {lease_id}: {num_layers} layers, pages {place.page_ids}")
-        later: list[Callable[[], None]] = []
+        later: Later = []
         try:
             with self._lock:
                 self._replace_old(lease_id, generation, later)
                 self._check_unpromised(place.page_ids)
-                state = ReceiverState(generation, len(place.page_ids), num_layers)
-                self._records[lease_id] = _Record(lease_id, state, place)
+                self._arrivals[lease_id] = Arrival(lease_id, generation, place, self._store)
         finally:
             _run(later)
 
-    def _replace_old(self, lease_id: str, generation: int, later: list[Callable[[], None]]) -> None:
-        old = self._records.get(lease_id)
+    def _replace_old(self, lease_id: str, generation: int, later: Later) -> None:
+        old = self._arrivals.get(lease_id)
         if old is None:
             return
         if generation <= old.state.generation:
@@ -157,15 +144,15 @@ class TransferReceiver:
         self._step(old, protocol.Cancelled(), later)
         if old.state.phase is not Phase.FREE:
             raise InternalError(f"lease {lease_id}: its old writer has not drained")
-        del self._records[lease_id]
+        del self._arrivals[lease_id]
 
     def _check_unpromised(self, page_ids: Sequence[int]) -> None:
-        for record in self._records.values():
-            if record.state.phase not in _OVER:
-                shared = set(record.place.page_ids) & set(page_ids)
+        for arrival in self._arrivals.values():
+            if arrival.holds_pages:
+                shared = set(arrival.place.page_ids) & set(page_ids)
                 if shared:
                     raise InternalError(
-                        f"page {min(shared)} is promised to lease {record.lease_id}"
+                        f"page {min(shared)} is promised to lease {arrival.lease_id}"
                     )
 
     async def wait(self, lease_id: str, timeout: float) -> Fin:
@@ -179,12 +166,12 @@ class TransferReceiver:
             LeaseGone: no such lease is expected.
         """
         with self._lock:
-            record = self._require(lease_id)
+            arrival = self._require(lease_id)
         try:
-            await asyncio.wait_for(asyncio.wrap_future(record.outcome), timeout)
+            await asyncio.wait_for(asyncio.wrap_future(arrival.outcome), timeout)
         except TimeoutError:
             raise TransferFailed(
-                f"lease {lease_id}: {record.state.num_arrived} of {record.state.expected} writes"
+                f"lease {lease_id}: {arrival.state.num_arrived} of {arrival.state.expected} writes"
                 f" arrived within {timeout:g} s"
             ) from None
         return self.collect(lease_id)
@@ -197,11 +184,11 @@ class TransferReceiver:
             LeaseGone: no such lease is expected.
         """
         with self._lock:
-            record = self._require(lease_id)
-            if not record.outcome.done():
+            arrival = self._require(lease_id)
+            if not arrival.outcome.done():
                 raise TransferFailed(f"lease {lease_id} has not arrived")
-            fin = record.outcome.result()
-            record.state, _ = step(record.state, protocol.Installed())
+            fin = arrival.outcome.result()
+            arrival.step(protocol.Installed())
             return fin
 
     def cancel(self, lease_id: str) -> bool:
@@ -211,222 +198,159 @@ class TransferReceiver:
             True when no write can land in its pages any more. False when one still may: the pages
             must then be kept from other use until ``on_drained`` is called for the lease.
         """
-        later: list[Callable[[], None]] = []
+        later: Later = []
         with self._lock:
-            record = self._records.get(lease_id)
-            if record is None:
+            arrival = self._arrivals.get(lease_id)
+            if arrival is None:
                 return True
-            self._step(record, protocol.Cancelled(), later)
-            safe = record.state.phase is Phase.FREE
+            self._step(arrival, protocol.Cancelled(), later)
+            safe = arrival.state.phase is Phase.FREE
             if safe:
-                del self._records[lease_id]
+                del self._arrivals[lease_id]
             else:
-                record.owner_waits = True
+                arrival.owner_waits = True
         _run(later)
         return safe
 
     def phase(self, lease_id: str) -> Phase | None:
         """Where a lease stands, or None if it is not known."""
         with self._lock:
-            record = self._records.get(lease_id)
-            return None if record is None else record.state.phase
+            arrival = self._arrivals.get(lease_id)
+            return None if arrival is None else arrival.state.phase
 
     def check_integrity(self) -> list[str]:
         """What is wrong, one sentence each; empty when all is well."""
         problems: list[str] = []
         with self._lock:
-            seen: dict[int, str] = {}
-            for lease_id, record in self._records.items():
-                state = record.state
-                if state.phase in (Phase.FILLING, Phase.QUARANTINED) and (
-                    record.link is None or record.link not in self._writers
-                ):
-                    problems.append(f"lease {lease_id} is {state.phase.value} without a writer")
-                if state.phase is Phase.COMPLETE and state.num_arrived != state.expected:
-                    problems.append(f"lease {lease_id} is complete with writes missing")
-                if state.arrived >> state.expected:
-                    problems.append(f"lease {lease_id} counts writes that it does not have")
-                if state.phase in _OVER:
-                    continue
-                for page in record.place.page_ids:
-                    if page in seen:
-                        problems.append(f"page {page} is in leases {seen[page]} and {lease_id}")
-                    seen[page] = lease_id
+            promised: dict[int, str] = {}
+            for lease_id, arrival in self._arrivals.items():
+                problems += arrival.problems(self._writers)
+                for page in arrival.place.page_ids if arrival.holds_pages else ():
+                    if page in promised:
+                        problems.append(f"page {page} is in leases {promised[page]} and {lease_id}")
+                    promised[page] = lease_id
         return problems
 
-    def _require(self, lease_id: str) -> _Record:
-        record = self._records.get(lease_id)
-        if record is None:
-            raise LeaseGone(f"lease {lease_id} is not expected here")
-        return record
-
-    def _destination(self, link: Link, lease_id: str, generation: int) -> Destination | None:
-        with self._lock:
-            record = self._records.get(lease_id)
-            if record is None or record.link is not link:
-                return None
-            if record.state.generation != generation or record.state.phase is not Phase.FILLING:
-                return None
-            return record.place
-
-    def _handle(self, link: Link, message: Message, one_sided: bool) -> None:
-        """One message of a connection; the checksum is computed outside of the lock."""
+    def on_message(self, link: Link, message: Message) -> None:
+        """One message of a sender (transport threads); checksums are computed without the lock."""
         intact = not isinstance(message, Write) or self._intact(message)
-        later: list[Callable[[], None]] = []
+        later: Later = []
         with self._lock:
-            record = self._records.get(message.lease_id)
+            arrival = self._arrivals.get(message.lease_id)
             if isinstance(message, Open):
-                self._open(link, message, one_sided, later)
-            elif record is None or record.link is not link:
+                self._open(arrival, link, message, later)
+            elif arrival is None or arrival.link is not link:
                 self.dropped += 1
             else:
-                self._dispatch(record, message, intact, later)
+                self._dispatch(arrival, message, intact, later)
         _run(later)
+
+    def on_sent(self, link: Link, writes: Sequence[Write]) -> None:
+        """A receiver writes nothing."""
+
+    def on_closed(self, link: Link, reason: str) -> None:
+        """A sender's connection is gone (transport threads)."""
+        later: Later = []
+        with self._lock:
+            for arrival in list(self._arrivals.values()):
+                if arrival.link is link:
+                    self._step(arrival, protocol.ConnectionClosed(reason), later)
+            self._writers.discard(link)
+        _run(later)
+
+    def destination(self, link: Link, lease_id: str, generation: int) -> Destination | None:
+        """Where the writes of a lease opened over ``link`` go, or None if it was refused."""
+        with self._lock:
+            arrival = self._arrivals.get(lease_id)
+            if arrival is None or arrival.link is not link:
+                return None
+            if arrival.state.generation != generation or arrival.state.phase is not Phase.FILLING:
+                return None
+            return arrival.place
+
+    def land(self, page_id: int, layer: int, data: memoryview) -> None:
+        """A one-sided write: into memory, past every check and lock."""
+        self._store.write(page_id, layer, data)
+
+    def _require(self, lease_id: str) -> Arrival:
+        arrival = self._arrivals.get(lease_id)
+        if arrival is None:
+            raise LeaseGone(f"lease {lease_id} is not expected here")
+        return arrival
 
     def _intact(self, write: Write) -> bool:
         if write.data is not None:
             return checksum(write.data) == write.crc
         with self._lock:
-            record = self._records.get(write.lease_id)
-            if record is None:
-                return True
-            place = record.place
-        index = write.page - place.first_page
-        if not (0 <= index < len(place.page_ids) and 0 <= write.layer < place.num_layers):
-            return True
-        return checksum(self._store.read(place.page_ids[index], write.layer)) == write.crc
+            arrival = self._arrivals.get(write.lease_id)
+        return arrival is None or arrival.landed_intact(write)
 
-    def _open(
-        self, link: Link, message: Open, one_sided: bool, later: list[Callable[[], None]]
-    ) -> None:
-        record = self._records.get(message.lease_id)
-        if record is None:
+    def _open(self, arrival: Arrival | None, link: Link, message: Open, later: Later) -> None:
+        if arrival is None:
             link.send(Abort(message.lease_id, message.generation, "no such lease is expected"))
-            return
-        record.state, effects = step(record.state, protocol.Opened(message.generation, one_sided))
-        for effect in effects:
-            if isinstance(effect, protocol.TellSender):
-                link.send(Abort(message.lease_id, message.generation, effect.reason))
-        if not effects:
-            record.link = link
+        elif arrival.open(link, message.generation):
             self._writers.add(link)
-            if link.closed:
-                self._step(record, protocol.ConnectionClosed("closed on opening"), later)
+            if link.closed:  # its end may have been told of already
+                self._step(arrival, protocol.ConnectionClosed("closed on opening"), later)
 
     def _dispatch(
         self,
-        record: _Record,
+        arrival: Arrival,
         message: Write | FinMessage | Abort | Drained | Done,
         intact: bool,
-        later: list[Callable[[], None]],
+        later: Later,
     ) -> None:
         generation = message.generation
         match message:
             case Write(page=page, layer=layer, data=data):
-                index = page - record.place.first_page
-                arrived = protocol.WriteArrived if intact else protocol.WriteCorrupt
-                self._step(record, arrived(generation, index, layer), later, data=data)
+                index = page - arrival.place.first_page
+                kind = protocol.WriteArrived if intact else protocol.WriteCorrupt
+                self._step(arrival, kind(generation, index, layer), later, data)
             case FinMessage(fin):
-                self._step(record, protocol.FinArrived(fin), later)
+                self._step(arrival, protocol.FinArrived(fin), later)
             case Abort(reason=reason):
-                self._step(record, protocol.SenderAborted(generation, reason), later)
+                self._step(arrival, protocol.SenderAborted(generation, reason), later)
             case Drained():
-                self._step(record, protocol.SenderDrained(generation), later)
+                self._step(arrival, protocol.SenderDrained(generation), later)
             case Done():
                 self.dropped += 1
 
-    def _closed(self, link: Link, reason: str) -> None:
-        later: list[Callable[[], None]] = []
-        with self._lock:
-            for record in list(self._records.values()):
-                if record.link is link:
-                    self._step(record, protocol.ConnectionClosed(reason), later)
-            self._writers.discard(link)
-        _run(later)
-
     def _step(
         self,
-        record: _Record,
+        arrival: Arrival,
         what: protocol.Event,
-        later: list[Callable[[], None]],
+        later: Later,
         data: memoryview | None = None,
     ) -> None:
-        record.state, effects = step(record.state, what)
-        for effect in effects:
-            self._apply(record, effect, later, data)
+        for notice in arrival.step(what, data):
+            match notice:
+                case protocol.Deliver(fin):
+                    later.append(partial(self._deliver, arrival, fin))
+                case protocol.Fail(reason):
+                    later.append(partial(self._fail, arrival, reason))
+                case protocol.Drop():
+                    self.dropped += 1
+                case protocol.Free():
+                    if arrival.owner_waits:
+                        self._arrivals.pop(arrival.lease_id, None)
+                        later.append(partial(self._drained, arrival.lease_id))
 
-    def _apply(
-        self,
-        record: _Record,
-        effect: protocol.Effect,
-        later: list[Callable[[], None]],
-        data: memoryview | None,
-    ) -> None:
-        link, lease_id, generation = record.link, record.lease_id, record.state.generation
-        match effect:
-            case protocol.Store(page, layer):
-                if data is not None:
-                    self._store.write(record.place.page_ids[page], layer, data)
-            case protocol.Drop():
-                self.dropped += 1
-            case protocol.TellSender(reason):
-                if link is not None:
-                    link.send(Abort(lease_id, generation, reason))
-            case protocol.Acknowledge():
-                if link is not None:
-                    link.send(Done(lease_id, generation))
-            case protocol.Deliver(fin):
-                later.append(lambda: self._deliver(record, fin))
-            case protocol.Fail(reason):
-                later.append(lambda: self._fail(record, reason))
-            case protocol.Free():
-                if record.owner_waits:
-                    self._records.pop(lease_id, None)
-                    later.append(lambda: self._drained(lease_id))
-
-    def _deliver(self, record: _Record, fin: Fin) -> None:
-        record.outcome.set_result(fin)
+    def _deliver(self, arrival: Arrival, fin: Fin) -> None:
+        arrival.outcome.set_result(fin)
         if self.on_arrival is not None:
-            self.on_arrival(record.lease_id, fin)
+            self.on_arrival(arrival.lease_id, fin)
 
-    def _fail(self, record: _Record, reason: str) -> None:
-        event(log, "transfer_failed", logging.WARNING, lease=record.lease_id, reason=reason)
-        record.outcome.set_exception(TransferFailed(f"lease {record.lease_id}: {reason}"))
+    def _fail(self, arrival: Arrival, reason: str) -> None:
+        event(log, "transfer_failed", logging.WARNING, lease=arrival.lease_id, reason=reason)
+        arrival.outcome.set_exception(TransferFailed(f"lease {arrival.lease_id}: {reason}"))
         if self.on_failure is not None:
-            self.on_failure(record.lease_id, reason)
+            self.on_failure(arrival.lease_id, reason)
 
     def _drained(self, lease_id: str) -> None:
         if self.on_drained is not None:
             self.on_drained(lease_id)
 
 
-class _Inbox:
-    """A receiver as the connections of one listener see it."""
-
-    def __init__(self, receiver: TransferReceiver, listener: Listener) -> None:
-        self._receiver = receiver
-        self._one_sided = listener.one_sided
-
-    @property
-    def page_layer_bytes(self) -> int:
-        return self._receiver.page_layer_bytes
-
-    def on_message(self, link: Link, message: Message) -> None:
-        self._receiver._handle(link, message, self._one_sided)
-
-    def on_sent(self, link: Link, writes: Sequence[Write]) -> None:
-        """A receiver writes nothing."""
-
-    def on_closed(self, link: Link, reason: str) -> None:
-        self._receiver._closed(link, reason)
-
-    def destination(self, link: Link, lease_id: str, generation: int) -> Destination | None:
-        return self._receiver._destination(link, lease_id, generation)
-
-    def land(self, page_id: int, layer: int, data: memoryview) -> None:
-        self._receiver._store.write(page_id, layer, data)
-
-
-def _run(later: list[Callable[[], None]]) -> None:
+def _run(later: Later) -> None:
     for call in later:
         call()

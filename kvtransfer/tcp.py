@@ -52,7 +52,6 @@ class TcpListener:
     """
 
     name = "tcp"
-    one_sided = False
 
     def __init__(
         self,

@@ -34,6 +34,8 @@ _BATCH_FRAMES = 64
 class TcpLink:
     """A ``Link`` over a connected socket whose handshake is done; ``start`` runs its threads."""
 
+    one_sided = False
+
     def __init__(
         self,
         sock: socket.socket,

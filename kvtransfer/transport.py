@@ -96,6 +96,10 @@ class Link(Protocol):
     """One end of a connection. Thread-safe; none of these block, except ``wait_room``."""
 
     @property
+    def one_sided(self) -> bool:
+        """Writes land without the receiver's check; pages need quarantine after a failure."""
+
+    @property
     def closed(self) -> bool: ...
 
     def send(self, message: Message) -> None:
@@ -145,10 +149,6 @@ class Listener(Protocol):
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def one_sided(self) -> bool:
-        """Writes land without the receiver's check; pages need quarantine after a failure."""
 
     def start(self, endpoint: ReceiverEndpoint) -> str:
         """Begins to accept connections; returns the address to give to senders."""

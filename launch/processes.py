@@ -42,7 +42,7 @@ def mesh_specs(topology: Topology, port: int, secret: Path) -> list[Spec]:
             "router",
             "router",
             (
-                *("--port", str(port), "--deadline", str(router.deadline_s)),
+                *("--id", "router", "--port", str(port), "--deadline", str(router.deadline_s)),
                 *("--max-attempts", str(router.max_attempts)),
                 *("--metrics-port", str(router.metrics_port), *shared),
             ),
@@ -150,3 +150,7 @@ class Child:
         except OSError:
             return "it wrote no log"
         return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
+
+    def progress(self) -> str:
+        """The last event the process logged, without its time and name."""
+        return self.last_words().rpartition("event=")[2][:160]

@@ -246,7 +246,7 @@ class Supervisor:
             if now - max(child.started, self._announced.get(child.spec.name, 0.0)) >= _PROGRESS_S:
                 self._announced[child.spec.name] = now
                 since = now - child.started
-                say(f"  {child.spec.name:<12} loading for {since:.0f} s: {child.last_words()}")
+                say(f"  {child.spec.name:<12} loading for {since:.0f} s: {child.progress()}")
 
     def _pids(self) -> dict[str, int]:
         pids = {c.spec.name: c.process.pid for c in self._children if c.process is not None}

@@ -10,7 +10,7 @@ from typing import Any
 
 from pdmesh.kernels.gate import GateRule, Method
 from pdmesh.kernels.linear import INNER_MULTIPLE
-from pdmesh.kernels.rope import Yarn
+from pdmesh.kernels.rope import Yarn, cos_sin_factor, softmax_scale
 from pdmesh.model.config import ModelConfig
 from pdmesh.wire.errors import ConfigError
 
@@ -67,8 +67,6 @@ class ConfigReader:
         self._refuse()
         num_layers = self.integer("num_hidden_layers")
         num_experts = self.alias("n_routed_experts", "num_local_experts", "num_experts")
-        eos = self.raw.get("eos_token_id")
-        eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         theta, yarn = self._rope()
         config = ModelConfig(
             vocab_size=self.integer("vocab_size"),
@@ -98,7 +96,7 @@ class ConfigReader:
             fp8=self._fp8(),
             model_type=str(self.raw.get("model_type", "deepseek_v3")),
             bos_token_id=self.optional_integer("bos_token_id"),
-            eos_token_ids=tuple(int(token) for token in eos_ids),
+            eos_token_ids=self._eos(),
         )
         self._check(config)
         return config
@@ -126,8 +124,8 @@ class ConfigReader:
             raise ConfigError(f"{name} must be finite, not {value!r}")
         return float(value)
 
-    def boolean(self, name: str, default: bool) -> bool:
-        value = self.raw.get(name)
+    def boolean(self, name: str, default: bool, within: Mapping[str, Any] | None = None) -> bool:
+        value = (self.raw if within is None else within).get(name)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -141,6 +139,13 @@ class ConfigReader:
         if len(values) > 1:
             raise ConfigError(f"{' and '.join(present)} differ; keep one of them")
         return values.pop() if values else 0
+
+    def _eos(self) -> tuple[int, ...]:
+        eos = self.raw.get("eos_token_id")
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise ConfigError(f"eos_token_id must be a token id or a list of them, not {eos!r}")
+        return tuple(ids)
 
     def _refuse(self) -> None:
         raw = self.raw
@@ -203,6 +208,8 @@ class ConfigReader:
         if not isinstance(rope, dict):
             raise ConfigError(f"rope_parameters must be an object, not {rope!r}")
         theta = self.number("rope_theta", self.number("rope_theta", 10000.0), rope)
+        if theta <= 1.0:
+            raise ConfigError(f"rope_theta must be above 1, not {theta}")
         kind = rope.get("rope_type", rope.get("type", "default"))
         unknown = sorted(name for name in rope if name not in _YARN_FIELDS)
         if unknown:
@@ -223,10 +230,8 @@ class ConfigReader:
             )
         stretched = self.integer("max_position_embeddings") / original
         factor = self.number("factor", stretched, rope)
-        if factor <= 0:
-            raise ConfigError(f"yarn factor must be above 0, not {factor}")
         given = rope.get("attention_factor")
-        return Yarn(
+        yarn = Yarn(
             factor=factor,
             original_max_position=original,
             beta_fast=self.number("beta_fast", 32.0, rope),
@@ -234,8 +239,20 @@ class ConfigReader:
             mscale=self.number("mscale", 1.0, rope),
             mscale_all_dim=self.number("mscale_all_dim", 0.0, rope),
             attention_factor=None if given is None else self.number("attention_factor", 1.0, rope),
-            truncate=bool(rope.get("truncate", True)),
+            truncate=self.boolean("truncate", True, rope),
         )
+        for name in ("factor", "beta_fast", "beta_slow"):
+            if not 0 < getattr(yarn, name) < 1e6:
+                raise ConfigError(
+                    f"yarn {name} must be above 0 and below 1e6, not {getattr(yarn, name)}"
+                )
+        scales = (cos_sin_factor(yarn), softmax_scale(1, yarn))
+        if not all(1e-6 < scale < 1e6 for scale in scales):
+            raise ConfigError(
+                "yarn factor, mscale, mscale_all_dim and attention_factor give scales of "
+                f"{scales[0]:g} and {scales[1]:g}, which cannot be meant"
+            )
+        return yarn
 
     def _gate(self, num_experts: int) -> GateRule:
         sigmoid = self.raw.get("model_type", "deepseek_v3") == "deepseek_v3"
@@ -291,7 +308,7 @@ class ConfigReader:
                 f"{quantization['activation_scheme']!r} is not served; dynamic is"
             )
         block = quantization.get("weight_block_size")
-        if block is None or tuple(block) != FP8_BLOCK:
+        if not isinstance(block, list | tuple) or tuple(block) != FP8_BLOCK:
             raise ConfigError(
                 f"quantization_config weight_block_size {block!r} is not served; [128, 128] is"
             )

@@ -41,10 +41,8 @@ class StepContext:
         """Look up everything once for `batch`.
 
         Raises:
-            ValueError: the pool is not contiguous or has another page size than the batch.
+            ValueError: the pool has another page size than the batch, or a position is too large.
         """
-        if latents.dim() != 4 or not latents.is_contiguous():
-            raise ValueError("latents must be a contiguous [pages, layers, page_size, width]")
         if latents.shape[2] != batch.page_size:
             raise ValueError(
                 f"latents have pages of {latents.shape[2]}, the batch of {batch.page_size}"

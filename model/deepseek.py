@@ -112,6 +112,7 @@ class DeepseekV3(nn.Module):
         Returns:
             [T, hidden] before the final norm.
         """
+        self._check_pool(latents)
         step = StepContext.build(batch, latents, self.rope_table(), form, first_key=0)
         x = F.embedding(batch.padded_tokens, self.embed_tokens)
         for index, layer in enumerate(self.layers):
@@ -143,6 +144,7 @@ class DeepseekV3(nn.Module):
             raise ValueError("this model has no MTP layer")
         if any(item.start == 0 for item in batch.slices):
             raise ValueError("the MTP layer has no row for position 0")
+        self._check_pool(latents)
         step = StepContext.build(batch, latents, self.rope_table(), form, first_key=1)
         missing = batch.padded_tokens.shape[0] - batch.num_rows
         previous = F.pad(previous_hidden, (0, 0, 0, missing))
@@ -160,16 +162,26 @@ class DeepseekV3(nn.Module):
             raise ValueError("this model has no MTP layer")
         return self._head(hidden, self.mtp.head_norm)
 
+    def _check_pool(self, latents: Tensor) -> None:
+        layers, width = self.num_latent_layers, self.config.latent_width
+        right = latents.dim() == 4 and latents.shape[1] == layers and latents.shape[3] == width
+        if not right or not latents.is_contiguous():
+            raise ValueError(
+                f"latents must be a contiguous [pages, {layers}, page_size, {width}] tensor, this "
+                f"one is {list(latents.shape)}"
+            )
+
     def _head(self, hidden: Tensor, norm: Tensor) -> Tensor:
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         normed = rms_norm(hidden, norm, self.config.rms_norm_eps)
-        return linear(normed, head).float()
+        logits = linear(normed.reshape(-1, normed.shape[-1]), head).float()
+        return logits.view(*hidden.shape[:-1], -1)
 
     def dense_forward(self, tokens: Tensor, moe_impl: MoeImpl = "dense") -> DenseOutput:
         """Causal forward without pages, differentiable, for training.
 
         tokens [b, t] int64. moe_impl 'dense' computes every expert and masks, 'grouped' sorts rows
-        by expert. Works under bfloat16 autocast.
+        by expert (compiled, only under bfloat16 autocast). Works under bfloat16 autocast.
         """
         length = tokens.shape[1]
         table = self.rope_table()

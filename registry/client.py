@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from pdmesh.registry.membership import EventsMissing, Membership
-from pdmesh.registry.store import Member, Roster, Store, StoreUnavailable
+from pdmesh.registry.store import Member, Roster, Store, StoreUnavailable, end_task
 from pdmesh.wire.errors import ConfigError, Incompatible, InvalidRequest
 from pdmesh.wire.logs import event
 from pdmesh.wire.messages import WorkerRecord
@@ -67,8 +67,9 @@ class RegistryView:
             ConfigError: the store refuses the login, or cannot serve pdmesh.
         """
         self._task = asyncio.create_task(self._follow(), name="registry-view")
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._loaded.wait(), _FIRST_SNAPSHOT_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_SNAPSHOT_S):
+                await self._loaded.wait()
         if self._failure is not None:
             await self.close()
             raise self._failure
@@ -76,9 +77,7 @@ class RegistryView:
     async def close(self) -> None:
         """Stops following and closes the connections."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end_task(self._task)
         await self._store.close()
 
     def workers(self) -> list[WorkerRecord]:

@@ -85,15 +85,14 @@ class EmbeddedStore:
             Unavailable: it does not start; the message holds its last words.
         """
         binary = server_binary()
+        known_port = self.port
         said = ""
         for _ in range(_ATTEMPTS):
-            if not self.port:
-                self.port = _free_port()
+            self.port = known_port or _free_port()
             said = self._launch(binary, timeout_s)
             if self.alive:
                 return self.url
-            if "already in use" in said.lower():
-                self.port = 0
+        self.port = known_port
         raise Unavailable(f"the embedded store does not start: {said}")
 
     def stop(self) -> None:

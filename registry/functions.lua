@@ -15,9 +15,13 @@ local VERSION = '@VERSION@'
 local MAX_EVENTS = 20000
 local MAX_ARGS = 500 -- below the limit of unpack
 
-local function now_ms()
+local function now_us()
   local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
+  return time[1] * 1000000 + time[2]
+end
+
+local function now_ms()
+  return math.floor(now_us() / 1000)
 end
 
 local function text(number)
@@ -73,7 +77,7 @@ local function register(keys, args)
   end
   begin(keys, args[7])
   local last = tonumber(redis.call('HGET', keys[1], 'epoch') or '0')
-  local epoch = text(math.max(last + 1, now_ms()))
+  local epoch = text(math.max(last + 1, now_us()))
   redis.call('HSET', keys[1], 'epoch', epoch)
   redis.call('DEL', keys[5], keys[6])
   redis.call('HSET', keys[5], 'epoch', epoch, 'instance', instance, 'state', state,

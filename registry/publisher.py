@@ -9,7 +9,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable
 
-from pdmesh.registry.store import Store, StoreUnavailable, WorkerState
+from pdmesh.registry.store import Store, StoreUnavailable, WorkerState, end_task
 from pdmesh.wire.codec import encode
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.logs import event
@@ -29,12 +29,13 @@ class _Fenced(Exception):
 class _Pending:
     """The last word about each page not yet sent; filled from any thread.
 
-    Only the last operation on a page counts, so the size is bounded by the distinct pages; beyond
-    ``limit`` all is dropped and ``overflowed`` set, and the owner sends everything afresh.
+    Only the last operation on a page counts, so the size is bounded by the distinct pages. Beyond
+    ``limit`` (more than the last snapshot held) all is dropped and ``overflowed`` set; the owner
+    then sends everything afresh.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self._limit = self._room = limit
         self._lock = threading.Lock()
         self._owned: dict[bytes, bool] = {}
         self.overflowed = False
@@ -44,7 +45,7 @@ class _Pending:
             for page in hashes:
                 self._owned.pop(page, None)
                 self._owned[page] = owned
-            if len(self._owned) > self._limit:
+            if len(self._owned) > self._room:
                 self._owned.clear()
                 self.overflowed = True
 
@@ -63,12 +64,20 @@ class _Pending:
                 self._owned.pop(page, None)
                 self._owned[page] = own
 
-    def clear(self) -> bool:
-        """Forgets all. Whether words had been dropped before."""
+    def begin(self, snapshot: Callable[[], list[bytes]]) -> bool:
+        """Forgets all but ``snapshot()``, which needs no room. Whether words had been dropped.
+
+        What is added between the two is in the snapshot or kept, so nothing is missed.
+        """
         with self._lock:
             self._owned.clear()
             before, self.overflowed = self.overflowed, False
-            return before
+        owned = snapshot()
+        with self._lock:
+            later, self._owned = self._owned, dict.fromkeys(owned, True)
+            self._owned.update(later)
+            self._room = self._limit + len(owned)
+        return before
 
 
 class WorkerLease:
@@ -163,9 +172,7 @@ class WorkerLease:
     async def close(self) -> None:
         """Stops renewing and removes the worker's keys, if the store answers within 2 s."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end_task(self._task)
         try:
             if self._epoch:
                 async with asyncio.timeout(_CLOSE_S):
@@ -186,8 +193,9 @@ class WorkerLease:
         loop = asyncio.get_running_loop()
         due = loop.time() + self._renew_s * (0.5 + secrets.randbelow(500) / 1000)
         while True:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), max(0.0, due - loop.time()))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(due):
+                    await self._wake.wait()
             self._wake.clear()
             try:
                 async with self._changing:
@@ -229,8 +237,7 @@ class WorkerLease:
     async def _register(self, takeover: bool) -> None:
         record = self.record
         state = self._state
-        dropped = self._pending.clear()
-        self._pending.add(self._snapshot(), owned=True)
+        dropped = self._pending.begin(self._snapshot)
         try:
             answer = await self._store.call(
                 "register",

@@ -7,6 +7,7 @@ pdmesh can share a store. An error of the redis library becomes ``StoreUnavailab
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import secrets
@@ -255,3 +256,14 @@ async def check_store(url: str) -> None:
         await store._load()
     finally:
         await store.close()
+
+
+async def end_task(task: asyncio.Task[None]) -> None:
+    """Cancels a task until it ends.
+
+    Once may not be enough: before Python 3.12 ``asyncio.wait_for``, which the redis client uses
+    for every command it sends, can swallow a cancellation (python/cpython#86296).
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=0.1)

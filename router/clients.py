@@ -68,6 +68,10 @@ class AttemptFailed(Exception):
         """The worker itself does not answer, so no other request should go there."""
         return isinstance(self.error, (WorkerLost, DeadlineExceeded))
 
+    def lost(self, worker: WorkerRecord) -> bool:
+        """Whether it is this worker that does not answer."""
+        return self.unreachable and self.worker.instance == worker.instance
+
 
 @contextmanager
 def blame(worker: WorkerRecord) -> Iterator[None]:
@@ -123,7 +127,7 @@ class DecodeClient:
         except asyncio.CancelledError:
             self.background.spawn(self._release_late(answer))
             raise
-        reason = "finished"
+        reason, wait = "finished", RELEASE_WAIT
         try:
             if lease.instance != self.record.instance:
                 raise AttemptFailed(
@@ -133,12 +137,14 @@ class DecodeClient:
         except (asyncio.CancelledError, GeneratorExit):
             reason = "cancelled"
             raise
-        except BaseException:
+        except BaseException as error:
             reason = "failed"
+            if isinstance(error, AttemptFailed) and error.lost(self.record):
+                wait = 0.0  # nobody may be there to answer
             raise
         finally:
             release = self.background.spawn(self._release(lease.lease_id, reason))
-            await asyncio.wait({release}, timeout=RELEASE_WAIT)
+            await asyncio.wait({release}, timeout=wait)
 
     async def _release_late(self, answer: asyncio.Task[Lease]) -> None:
         try:

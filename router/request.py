@@ -116,6 +116,11 @@ class RequestParser:
     async def _tokenise(
         self, messages: Sequence[chat_pb2.Message], context: int
     ) -> tuple[int, ...]:
+        if len(messages) >= context:
+            raise InvalidRequest(
+                f"the request has {len(messages)} messages; "
+                f"the context of {context} tokens cannot hold them"
+            )
         check_messages(messages)
         # A character is at least one byte, so this many tokens are certain before tokenising.
         # A template may drop parts of earlier answers; those do not count.

@@ -61,6 +61,7 @@ class Router:
     def __init__(self, config: RouterConfig, registry: Registry) -> None:
         rng = random.Random()
         tokenizer = load_tokenizer(config.model_path)
+        event(log, "tokenizer_loaded", tokens=tokenizer.vocab_size, longest=tokenizer.longest_token)
         self._config = config
         self.metrics = Metrics()
         self.clients = WorkerClients()

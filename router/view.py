@@ -167,6 +167,10 @@ class MeshView:
         """Requests of this router at a worker."""
         return self._requests.get(instance, 0)
 
+    def polled(self) -> int:
+        """Instances that have answered a poll."""
+        return len(self._polled)
+
     def mark_lost(self, instance: str) -> None:
         """Stops routing to an instance at once."""
         self._registry.mark_lost(instance)

@@ -99,6 +99,7 @@ class FakeWorker:
     max_context: int = HUGE
     capacity_pages: int = HUGE
     queued: int = 0
+    polls: int = 0
     instance: str = field(default_factory=new_instance)
     server: grpc.aio.Server | None = None
     address: str = ""
@@ -129,7 +130,7 @@ class FakeWorker:
 
     async def start(self) -> WorkerRecord:
         self.server = grpc.aio.server(options=server_options(MAX_INTERNAL_MESSAGE))
-        port = self.server.add_insecure_port("127.0.0.1:0")
+        port = self.server.add_insecure_port(self.address or "127.0.0.1:0")
         self.address = f"127.0.0.1:{port}"
         status = Method("Status", Empty, unary=self.status)
         add_service(self.server, self.role, [*self.methods(), status])
@@ -150,6 +151,7 @@ class FakeWorker:
         )
 
     async def status(self, _: Empty) -> WorkerStatus:
+        self.polls += 1
         return WorkerStatus(
             worker_id=self.worker_id,
             instance=self.instance,
@@ -412,6 +414,9 @@ async def mesh(
     channel = client_channel(router.address)
     running = Mesh(router, registry, prefills, decodes, channel)
     try:
+        async with asyncio.timeout(10):
+            while router.view.polled() < len(running.workers):
+                await asyncio.sleep(0.002)
         yield running
     finally:
         await channel.close()

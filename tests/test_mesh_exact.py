@@ -15,7 +15,7 @@ from pdmesh.model.reference import generate_reference
 from pdmesh.model.weights import load_model
 
 PAGE = 64
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 NUM_PROMPTS = 204
 
 

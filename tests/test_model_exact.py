@@ -1,4 +1,4 @@
-"""A row's result is bitwise the same whatever shares the batch with it, and however it got there."""
+"""A row is bitwise the same whatever shares the batch with it, and however it got there."""
 
 import random
 
@@ -26,8 +26,25 @@ MODELS: dict[str, DeepseekV3] = {
         v_head_dim=28,
         qk_rope_head_dim=4,
     ),
-    "softmax router": tiny_model(2, **V2, hidden_size=72, intermediate_size=70),
+    "softmax router": tiny_model(2, **V2, hidden_size=72, intermediate_size=76),
     "bfloat16": tiny_model(3).bfloat16(),
+    "latents of 512 + 64": tiny_model(
+        4,
+        std=0.03,
+        num_hidden_layers=2,
+        hidden_size=256,
+        q_lora_rank=192,
+        kv_lora_rank=512,
+        qk_nope_head_dim=48,
+        qk_rope_head_dim=64,
+        v_head_dim=48,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        intermediate_size=1024,
+        moe_intermediate_size=128,
+        n_routed_experts=32,
+        num_experts_per_tok=4,
+    ),
 }
 
 
@@ -92,6 +109,10 @@ def test_a_full_prefix_hit_recomputes_one_position_and_writes_nothing(model, for
     again = run(model, pool, form, (one_slice((2, 1), 127, 128, write_from=128), whole))[0]
     assert equal(again, cold[127:])
     assert torch.equal(pool.nan_to_num(nan=7.0), before.nan_to_num(nan=7.0))
+    # What it recomputes is what stands there: only a foreign number shows that nothing is written.
+    pool[1, :, 63] = 5.0
+    run(model, pool, form, (one_slice((2, 1), 127, 128, write_from=128), whole))
+    assert bool((pool[1, :, 63] == 5.0).all())
 
 
 def test_two_rows_of_a_verified_draft_equal_two_steps_of_one_row(model):
@@ -112,7 +133,9 @@ def test_rows_as_tiles_of_a_page_equal_rows_one_by_one_in_absorbed_form(model):
     whole = tokens_of(90, 6)
     pools = [stale_pool(model, 4) for _ in range(2)]
     tiled = run(model, pools[0], "absorbed", (one_slice((1, 3), 0, 90), whole))[0]
-    single = [run(model, pools[1], "absorbed", (one_slice((1, 3), p, p + 1), whole))[0] for p in range(90)]
+    single = [
+        run(model, pools[1], "absorbed", (one_slice((1, 3), p, p + 1), whole))[0] for p in range(90)
+    ]
     assert equal(tiled, torch.cat(single))
 
 
@@ -124,7 +147,9 @@ def test_a_rejected_draft_leaves_nothing_that_later_rows_can_see(model):
     wrong = whole[:71] + [(whole[71] + 1) % 131]
     run(model, dirty, "absorbed", (one_slice((1, 0), 70, 72), wrong))
     run(model, clean, "absorbed", (one_slice((1, 0), 70, 71), whole))
-    left, right = (run(model, p, "absorbed", (one_slice((1, 0), 71, 73), whole))[0] for p in (clean, dirty))
+    left, right = (
+        run(model, p, "absorbed", (one_slice((1, 0), 71, 73), whole))[0] for p in (clean, dirty)
+    )
     assert equal(left, right)
 
 
@@ -261,6 +286,29 @@ def test_layers_are_reported_once_their_latents_are_in_the_pages():
 def test_a_slice_that_makes_no_sense_is_refused(item, tokens, sentence):
     with pytest.raises(ValueError, match=sentence):
         Batch.build([item], [tokens])
+
+
+def test_a_pool_of_another_shape_is_refused():
+    model = MODELS["four heads"]
+    batch = Batch.build([one_slice((0,), 1, 2)], [[1]])
+    latents = model.new_latents(2)
+    hidden = torch.zeros(1, 64)
+    for wrong in (latents[:, :3].clone(), latents[..., :40].clone(), latents.transpose(0, 1)):
+        with pytest.raises(ValueError, match="latents must be a contiguous"):
+            model(batch, wrong, "mha")
+        with pytest.raises(ValueError, match="latents must be a contiguous"):
+            model.mtp_forward(batch, hidden, wrong, "mha")
+    with pytest.raises(ValueError, match="latents have pages of 16, the batch of 64"):
+        model(batch, model.new_latents(2, page_size=16), "mha")
+
+
+@pytest.mark.parametrize("page", [-1, 2, 1 << 40])
+def test_a_page_outside_of_the_pool_is_never_written(page):
+    model = MODELS["four heads"]
+    pool = model.new_latents(2)
+    with pytest.raises((IndexError, RuntimeError)):
+        run(model, pool, "absorbed", (one_slice((page,), 0, 3), tokens_of(3)))
+    assert bool((pool == 0).all())
 
 
 def test_a_position_beyond_the_models_longest_is_refused():

@@ -6,6 +6,7 @@ import math
 import pytest
 import router_fakes as fakes
 
+from pdmesh.router.prompt import PromptHashes
 from pdmesh.text.tokenizer import load_tokenizer
 from pdmesh.wire import chat_pb2
 from pdmesh.wire.hashes import page_hashes, root_hash
@@ -103,6 +104,7 @@ async def test_an_end_of_text_as_first_token_gives_an_empty_answer(tmp_path):
         tell(mesh, [EOS])
         answer = await mesh.chat(max_tokens=9)
         assert (answer.ids, answer.text, answer.reason) == ([], "", "stop")
+        assert len(answer.responses) == 1
         assert answer.usage.completion_tokens == 0
         assert mesh.decode[0].seen(StreamRequest) == []
         await mesh.at_rest()
@@ -252,11 +254,29 @@ async def test_many_requests_at_once_are_all_served_and_leave_nothing(tmp_path):
 async def test_load_that_others_put_on_a_worker_is_seen_by_polling(tmp_path):
     async with fakes.mesh(tmp_path, prefill=2, decode=1) as mesh:
         mesh.prefill[0].queued = 5
+        seen = mesh.prefill[0].polls
         async with asyncio.timeout(5):
-            while not mesh.router.view._polled.get(mesh.prefill[0].instance):
+            while mesh.prefill[0].polls < seen + 2:
                 await asyncio.sleep(0.01)
         for _ in range(5):
             assert (await mesh.chat(max_tokens=2)).last.timing.prefill_worker == "prefill-1"
+
+
+async def test_our_own_requests_in_a_polled_load_are_not_counted_twice(tmp_path):
+    async with fakes.mesh(tmp_path, decode=1) as mesh:
+        worker, view = mesh.prefill[0], mesh.router.view
+        reached = worker.wait_in("Prefill")
+        chat = asyncio.create_task(mesh.chat(max_tokens=2))
+        await reached.wait()
+        worker.queued = 3  # ours and two of another router
+        seen = worker.polls
+        async with asyncio.timeout(5):
+            while worker.polls < seen + 2:
+                await asyncio.sleep(0.01)
+        (candidate,) = view.snapshot(PromptHashes(b"k" * 32, "", [1])).prefill
+        assert (candidate.own_requests, candidate.other_requests) == (1, 2)
+        worker.hold["Prefill"].set()
+        await chat
 
 
 async def test_a_draining_worker_gets_no_new_requests(tmp_path):

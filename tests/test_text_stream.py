@@ -201,6 +201,12 @@ def test_the_tail_held_back_for_a_stop_string_comes_at_the_end():
 
 def test_an_incomplete_character_at_the_end_follows_the_held_back_tail():
     output = OutputText(TOKENIZER, ["stop"])
-    ids = byte_tokens("a st".encode() + "👍".encode()[:2])
+    ids = byte_tokens(b"a st" + "👍".encode()[:2])
     assert "".join(output.add(t) for t in ids) == "a "
     assert output.finish() == "st\ufffd"
+
+
+def test_an_incomplete_character_at_the_end_can_complete_a_stop_string():
+    output = OutputText(TOKENIZER, ["t\ufffd"])
+    ids = byte_tokens(b"a st" + "👍".encode()[:2])
+    assert "".join(output.add(t) for t in ids) + output.finish() == "a s"

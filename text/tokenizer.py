@@ -89,7 +89,10 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Bytes of the longest token: a text of n bytes has at least n / longest_token tokens."""
+        """Bytes of the longest token: a text of n bytes has at least n / longest_token tokens.
+
+        The first call looks at every token; it also fills the table of ``token_bytes``.
+        """
         return max(len(self.token_bytes(token)) for token in range(self.vocab_size))
 
 

@@ -1,0 +1,135 @@
+"""``pdmesh`` with real processes but no model: the router echoes, the workers only register.
+
+A program: its arguments are those of ``pdmesh``. Variables: FAKE_CRASH names a process that ends
+with exit code 1 at once, FAKE_REFUSE one that finds its settings wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pdmesh.launch import cli, processes, serve
+from pdmesh.launch.topology import Topology
+from pdmesh.registry.publisher import WorkerLease
+from pdmesh.wire import chat_pb2, chat_pb2_grpc
+from pdmesh.wire.errors import ConfigError
+from pdmesh.wire.hashes import PageFormat
+from pdmesh.wire.ids import new_instance
+from pdmesh.wire.logs import event
+from pdmesh.wire.messages import Empty, PoolStatus, WorkerRecord, WorkerStatus
+from pdmesh.wire.rpc import Method, add_service
+
+FORMAT = PageFormat("tiny", "w", "float32", 64, 7, 1, 576)
+log = logging.getLogger("fake")
+
+
+def misbehave(name: str) -> None:
+    if name == os.environ.get("FAKE_CRASH"):
+        sys.stderr.write("RuntimeError: no memory left\n")
+        sys.stderr.flush()
+        os._exit(1)
+    if name == os.environ.get("FAKE_REFUSE"):
+        raise ConfigError("config.json: scoring_func is 'tanh'; it must be sigmoid or softmax")
+
+
+async def worker(role: str, topology: Topology, name: str, port: int) -> None:
+    misbehave(name)
+    server = grpc.aio.server()
+    address = f"{topology.mesh.host}:{server.add_insecure_port(f'{topology.mesh.host}:{port}')}"
+    instance = new_instance()
+
+    async def status(_: Empty) -> WorkerStatus:
+        return WorkerStatus(
+            worker_id=name,
+            instance=instance,
+            role=role,
+            state="ready",
+            page_format=FORMAT,
+            pool=PoolStatus(total=8, free=5, reserved=0, used=1, cached=2, quarantined=0),
+            queued=0,
+            running=1,
+        )
+
+    add_service(server, role, [Method("Status", Empty, unary=status)])
+    await server.start()
+    record = WorkerRecord(
+        worker_id=name,
+        instance=instance,
+        role=role,
+        address=address,
+        page_format=FORMAT,
+        model=topology.model_name,
+        vocab_size=16,
+        max_context=64,
+        capacity_pages=8,
+    )
+    lease = WorkerLease(topology.mesh.redis, topology.mesh.name, record)
+    await lease.start()
+    await lease.ready()
+    event(log, "ready", threads=os.environ["OMP_NUM_THREADS"])
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await lease.close()
+        await server.stop(None)
+
+
+class Echo(chat_pb2_grpc.ChatServiceServicer):
+    """Answers with the last message, a word at a time; "fail" fails, "slow" does not end."""
+
+    async def StreamChat(self, request, context):
+        prompt = request.messages[-1].content
+        if prompt == "fail":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the prompt is bad")
+        for word in prompt.split():
+            yield chat_pb2.ChatResponse(text=word + " ")
+        yield chat_pb2.ChatResponse(text=f"({len(request.messages)} messages)")
+        if prompt == "slow":
+            await asyncio.sleep(600)
+        usage = chat_pb2.Usage(prompt_tokens=7, cached_tokens=3, completion_tokens=2)
+        yield chat_pb2.ChatResponse(finish_reason="stop", usage=usage)
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    async def Check(self, request, context):
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+
+async def router(topology: Topology) -> None:
+    misbehave("router")
+    server = grpc.aio.server()
+    chat_pb2_grpc.add_ChatServiceServicer_to_server(Echo(), server)
+    health_pb2_grpc.add_HealthServicer_to_server(Health(), server)
+    server.add_insecure_port(f"{topology.mesh.host}:{topology.mesh.port}")
+    await server.start()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await server.stop(None)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-P", __file__, *arguments]
+
+
+def main() -> int:
+    processes.command = command
+    sys.modules["pdmesh.launch.processes"].command = command
+    serve._prefill = lambda topology, name, port: worker("prefill", topology, name, port)
+    serve._decode = lambda topology, name, port: worker("decode", topology, name, port)
+    serve._router = router
+    if len(sys.argv) > 1 and sys.argv[1] == "up":
+        from pdmesh.launch import up
+
+        up.command = command
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

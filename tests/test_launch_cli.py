@@ -1,0 +1,165 @@
+"""The command line: exit codes and sentences."""
+
+import pytest
+
+from pdmesh.launch import cli, runtime
+from pdmesh.launch.runtime import MeshInfo, RunDir, claim, find_mesh
+from pdmesh.wire.errors import ConfigError, Unavailable
+
+
+@pytest.fixture(autouse=True)
+def own_runtime_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("PDMESH_REDIS", raising=False)
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    try:
+        code = cli.main(list(arguments))
+    except SystemExit as stop:
+        code = stop.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+INFO = MeshInfo(
+    name="m",
+    address="127.0.0.1:7080",
+    redis_url="redis://127.0.0.1:1",
+    model="tiny",
+    supervisor_pid=1,
+    pids={},
+    logs="/logs",
+)
+
+
+@pytest.mark.parametrize("command", [(), ("up",), ("chat",), ("serve",), ("status",), ("version",)])
+def test_help_says_what_a_command_does(capsys, command):
+    code, out, _ = run(capsys, *command, "--help")
+    assert code == 0
+    assert "usage: pdmesh" in out
+    if command in ((), ("up",), ("chat",), ("serve",)):
+        assert "pdmesh up --chat" in out or f"pdmesh {command[0]}" in out.split("examples")[1]
+
+
+def test_version_names_the_protocol(capsys):
+    code, out, _ = run(capsys, "version")
+    assert code == 0
+    assert out.startswith("pdmesh ")
+    assert "protocol" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "required: COMMAND"),
+        (("upp",), "invalid choice: 'upp'"),
+        (("up", "--prefil", "2"), "unrecognized arguments: --prefil"),
+        (("up", "--prefill", "two"), "argument --prefill: invalid int value: 'two'"),
+        (("up", "--prefill", "0"), "--prefill is 0; it must be a whole number from 1 to 64"),
+        (("up", "--port", "70000"), "--port is 70000; it must be"),
+        (("up", "--name", "../x"), "--name is '../x'"),
+        (("up", "--model", "/no/such/model"), "/no/such/model does not exist"),
+        (("up", "--topology", "/no/such.toml"), "cannot read the topology file /no/such.toml"),
+        (("up", "--host", "192.0.2.1"), "192.0.2.1"),
+        (("serve", "cook"), "invalid choice: 'cook'"),
+        (("serve", "decode"), "no store given; add --redis URL"),
+        (("serve", "decode", "--redis", "redis://x"), "no secret given; add --secret-file"),
+        (
+            ("serve", "decode", "--redis", "redis://x", "--secret-file", "k", "--host", "0.0.0.0"),
+            "0.0.0.0 is no address that other processes can call",
+        ),
+        (("chat", "--address", "nowhere"), "'nowhere' is not HOST:PORT"),
+        (("status", "--redis", "foo://x"), "is not understood"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_code_2(capsys, arguments, sentence):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert sentence in err
+    lines = [line for line in err.splitlines() if not line.startswith("pdmesh: st")]
+    assert len(lines) == 1
+    assert lines[0].startswith("pdmesh: ")
+
+
+@pytest.mark.parametrize("command", ["chat", "status"])
+def test_without_a_mesh_it_says_how_to_start_one(capsys, command):
+    code, _, err = run(capsys, command)
+    assert code == 1
+    assert err == "pdmesh: no mesh is running on this machine; start one with: pdmesh up\n"
+
+
+def test_a_router_that_does_not_answer_is_one_sentence(capsys):
+    code, _, err = run(capsys, "chat", "--address", "127.0.0.1:1", "--prompt", "hi")
+    assert code == 1
+    assert err == "pdmesh: no router answers at 127.0.0.1:1\n"
+
+
+def test_a_mesh_is_found_while_it_runs_and_not_after():
+    with claim("m", explicit=True) as (_, folder):
+        assert runtime.run_root().joinpath("m").is_dir()
+        folder.write(INFO)
+        assert find_mesh(None) == INFO
+        assert find_mesh("m") == INFO
+    assert (folder.path / "mesh.json").exists()  # as after kill -9: stale
+    with pytest.raises(Unavailable, match="no mesh is running"):
+        find_mesh(None)
+    with pytest.raises(Unavailable, match="no mesh named 'm' is running"):
+        find_mesh("m")
+
+
+def test_a_second_mesh_gets_a_name_of_its_own_unless_one_was_asked_for():
+    with claim("default", explicit=False) as (first, _):
+        with claim("default", explicit=False) as (second, _):
+            assert (first, second) == ("default", "default-2")
+        with pytest.raises(ConfigError, match="'default' is running already"):
+            claim("default", explicit=True).__enter__()
+
+
+def test_of_several_meshes_the_default_is_meant_or_one_must_be_named():
+    with claim("a", True) as (_, a), claim("b", True) as (_, b):
+        a.write(INFO)
+        b.write(INFO)
+        with pytest.raises(Unavailable, match="choose one with --mesh: a, b"):
+            find_mesh(None)
+        with claim("default", True) as (_, default):
+            default.write(MeshInfo(**{**_fields(INFO), "name": "default"}))
+            assert find_mesh(None).name == "default"
+
+
+def _fields(info: MeshInfo) -> dict:
+    return {name: getattr(info, name) for name in info.__struct_fields__}
+
+
+def test_what_the_runtime_directory_holds_is_its_owners_alone():
+    with claim("m", explicit=True) as (_, folder):
+        folder.prepare()
+        folder.write(INFO)
+        secret = folder.secret(None)
+        assert folder.path.stat().st_mode & 0o777 == 0o700
+        assert (folder.path / "mesh.json").stat().st_mode & 0o777 == 0o600
+        assert secret.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_secret_is_made_once_and_fits_the_hash():
+    with claim("m", explicit=True) as (_, folder):
+        folder.prepare()
+        first = folder.secret(None).read_bytes()
+        assert 16 <= len(first) <= 64
+        assert folder.secret(None).read_bytes() == first
+    with claim("n", explicit=True) as (_, other):
+        other.prepare()
+        assert other.secret(None).read_bytes() != first
+
+
+def test_a_runtime_directory_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "pdmesh").write_text("in the way")
+    with pytest.raises(ConfigError, match="cannot write the runtime directory"):
+        claim("m", explicit=True).__enter__()
+
+
+def test_a_half_written_description_is_no_mesh():
+    with claim("m", explicit=True) as (_, folder):
+        (folder.path / "mesh.json").write_text('{"name": ')
+        assert RunDir(folder.path).read() is None

@@ -1,0 +1,163 @@
+"""The topology file: what it may say, and the one sentence when it says something else."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from pdmesh.launch.restart import MAX_DEATHS, WINDOW_S, restart_delay
+from pdmesh.launch.topology import Topology, check_model, load_topology
+from pdmesh.wire.errors import ConfigError
+
+EVERYTHING = """
+[mesh]
+name = "kitchen"
+host = "10.0.0.1"
+port = 9000
+redis = "redis://10.0.0.5"
+secret_file = "key"
+lease_ttl_s = 2
+log_level = "DEBUG"
+[model]
+path = "../model"
+name = "chatty"
+dtype = "bfloat16"
+mtp = false
+[prefill]
+workers = 2
+pages = 64
+threads = 3
+chunk_tokens = 128
+[decode]
+workers = 4
+pages = 128
+threads = 2
+max_batch = 8
+[router]
+deadline_s = 1.5
+max_attempts = 2
+metrics_port = 9100
+"""
+
+
+def read(tmp_path: Path, text: str) -> Topology:
+    path = tmp_path / "mesh.toml"
+    path.write_text(text)
+    return load_topology(path)
+
+
+def test_everything_has_a_default(tmp_path):
+    assert load_topology(None) == read(tmp_path, "") == Topology()
+    assert (Topology().prefill.workers, Topology().decode.workers) == (1, 2)
+
+
+def test_a_file_may_say_everything(tmp_path):
+    topology = read(tmp_path, EVERYTHING)
+    plain = Topology()
+    for section in dataclasses.fields(topology):
+        mine, default = getattr(topology, section.name), getattr(plain, section.name)
+        for setting in dataclasses.fields(mine):
+            assert getattr(mine, setting.name) != getattr(default, setting.name), setting.name
+
+
+def test_paths_are_relative_to_the_file(tmp_path):
+    topology = read(tmp_path, EVERYTHING)
+    assert topology.mesh.secret_file == tmp_path / "key"
+    assert topology.model_path == tmp_path / "../model"
+
+
+def test_a_whole_number_is_a_number(tmp_path):
+    assert read(tmp_path, "[router]\ndeadline_s = 5").router.deadline_s == 5.0
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[prefil]", "there is no section 'prefil'; did you mean prefill? Allowed: mesh, model"),
+        ("[zzz]", "there is no section 'zzz'; Allowed: mesh, model, prefill, decode, router"),
+        ("mesh = 3", "mesh is 3; it must be a table [mesh]"),
+        (
+            "[prefill]\nworker = 2",
+            "[prefill] there is no key 'worker'; did you mean workers? Allowed: workers, pages",
+        ),
+        (
+            '[prefill]\nworkers = "two"',
+            "[prefill] workers is 'two' (a string); it must be a whole number from 1 to 64",
+        ),
+        ("[decode]\nworkers = 0", "[decode] workers is 0; it must be a whole number from 1 to 64"),
+        ("[decode]\nworkers = 1.5", "workers is 1.5; it must be a whole number from 1 to 64"),
+        ("[decode]\nworkers = true", "workers is true; it must be a whole number from 1 to 64"),
+        ("[mesh]\nport = 70000", "[mesh] port is 70000; it must be a whole number from 0 to 65535"),
+        ("[router]\ndeadline_s = nan", "deadline_s is nan; it must be a number from 1 to 86400"),
+        ("[model]\nmtp = 1", "[model] mtp is 1; it must be true or false"),
+        (
+            '[model]\ndtype = "float8"',
+            "[model] dtype is 'float8' (a string); it must be one of float32, bfloat16",
+        ),
+        ('[mesh]\nname = "a b"', "[mesh] name is 'a b' (a string); it must be 1 to 63 letters"),
+        ('[mesh]\nname = "../x"', "name is '../x' (a string); it must be 1 to 63 letters"),
+        (
+            '[mesh]\nhost = ""',
+            "[mesh] host is '' (a string); it must be a string that is not empty",
+        ),
+        ("[mesh]\nredis = []", "[mesh] redis is a list; it must be a string"),
+        ("[model]\npath = 1", "[model] path is 1; it must be a path, as a string"),
+        ("[mesh]\nname = 2026-01-01", "name is '2026-01-01' (a date)"),
+        ("[mesh", "is not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence_with_the_file_the_key_and_what_is_allowed(
+    tmp_path, text, sentence
+):
+    with pytest.raises(ConfigError) as raised:
+        read(tmp_path, text)
+    said = str(raised.value)
+    assert "mesh.toml" in said
+    assert sentence in said
+    assert "\n" not in said
+
+
+def test_a_missing_file_is_one_sentence(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.toml: No such file"):
+        load_topology(tmp_path / "none.toml")
+
+
+def test_a_binary_file_is_one_sentence(tmp_path):
+    path = tmp_path / "mesh.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_topology(path)
+
+
+def test_flags_override_the_file_under_the_same_rules(tmp_path):
+    topology = read(tmp_path, "[mesh]\nport = 9000")
+    assert topology.changed("mesh", "--port", port=None) is topology
+    assert topology.changed("mesh", "--port", port=9001).mesh.port == 9001
+    with pytest.raises(ConfigError, match=r"^--port is -1; it must be a whole number"):
+        topology.changed("mesh", "--port", port=-1)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda path: None, "does not exist"),
+        (lambda path: path.write_text(""), "is a file"),
+        (lambda path: path.mkdir(), "holds no config.json"),
+    ],
+)
+def test_a_wrong_checkpoint_directory_is_one_sentence(tmp_path, make, sentence):
+    make(tmp_path / "model")
+    with pytest.raises(ConfigError, match=sentence):
+        check_model(tmp_path / "model")
+
+
+def test_a_process_that_dies_once_in_a_while_is_always_started_again():
+    deaths = [WINDOW_S * 2 * number for number in range(100)]
+    assert restart_delay(deaths, deaths[-1]) == restart_delay([0.0], 0.0)
+
+
+def test_quick_deaths_are_answered_slower_and_slower_and_then_no_more():
+    delays = [restart_delay([0.0] * count, 1.0) for count in range(1, MAX_DEATHS + 1)]
+    assert delays[-1] is None
+    given = delays[:-1]
+    assert all(before < after for before, after in zip(given, given[1:], strict=False))

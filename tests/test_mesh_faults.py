@@ -1,0 +1,364 @@
+"""What users do wrong and what processes suffer, against a real mesh.
+
+After every scenario the next request is served, and nothing stays in use, in quarantine or in the
+store. The mesh is shared by the tests of this file; a process that a test kills is restarted.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+
+import grpc
+import meshes
+import pytest
+import redis
+import torch
+
+from pdmesh.launch.topology import shipped_model
+from pdmesh.model.reference import generate_reference
+from pdmesh.model.weights import load_model
+from pdmesh.wire import chat_pb2
+from pdmesh.wire.errors import PdmeshError
+
+PAGE = 64
+PROMPT = list(range(300, 400))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    with meshes.running_mesh() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(shipped_model(), torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture
+async def stub(mesh):
+    async with meshes.chat_stub(mesh.address) as stub:
+        yield stub
+        answer = await meshes.ask(stub, PROMPT, max_tokens=2, ignore_eos=True)
+        assert len(answer.token_ids) == 2, "the request after the scenario is served"
+    assert await mesh.problems() == []
+
+
+def chat(**fields):
+    return chat_pb2.ChatRequest(**fields)
+
+
+def says(text, role="user"):
+    return [chat_pb2.Message(role=role, content=text)]
+
+
+def sampling(**fields):
+    return chat(messages=says("Hi"), sampling=chat_pb2.Sampling(**fields))
+
+
+NAN = float("nan")
+BAD_REQUESTS = {
+    "unknown model": (chat(model="gpt-9", messages=says("Hi")), "gpt-9"),
+    "no messages": (chat(), "message"),
+    "empty content": (chat(messages=says("")), "content"),
+    "unknown role": (chat(messages=says("Hi", role="wizard")), "wizard"),
+    "the assistant speaks last": (chat(messages=says("Hi", role="assistant")), "user"),
+    "both messages and ids": (chat(messages=says("Hi"), prompt_token_ids=[5]), "both"),
+    "a prompt longer than the context": (chat(prompt_token_ids=[5] * 5000), "context"),
+    "a prompt and answer longer than the context": (
+        chat(prompt_token_ids=[5] * 4000, sampling=chat_pb2.Sampling(max_tokens=200)),
+        "context",
+    ),
+    "three megabytes of text": (chat(messages=says("word " * 600_000)), "context"),
+    "a negative id": (chat(prompt_token_ids=[5, -1]), "-1"),
+    "the first id after the vocabulary": (chat(prompt_token_ids=[4096]), "4096"),
+    "an id of 2**31": (chat(prompt_token_ids=[2**31]), str(2**31)),
+    "zero tokens wanted": (sampling(max_tokens=0), "max_tokens"),
+    "a temperature that is no number": (sampling(temperature=NAN), "temperature"),
+    "an infinite temperature": (sampling(temperature=float("inf")), "temperature"),
+    "a negative temperature": (sampling(temperature=-1.0), "temperature"),
+    "top_p of zero": (sampling(top_p=0.0), "top_p"),
+    "top_p that is no number": (sampling(top_p=NAN), "top_p"),
+    "top_k over the vocabulary": (sampling(top_k=5000), "top_k"),
+    "too many logprobs": (sampling(logprobs=21), "logprobs"),
+    "an empty stop string": (sampling(stop=[""]), "stop"),
+    "a stop id outside the vocabulary": (sampling(stop_token_ids=[4096]), "stop_token_ids"),
+}
+
+
+async def read_all(call):
+    return [response async for response in call]
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+async def test_bad_input_gets_one_clear_sentence(stub, name):
+    request, named = BAD_REQUESTS[name]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all(stub.StreamChat(request, timeout=60))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert named in caught.value.details()
+    assert "\n" not in caught.value.details()
+
+
+async def test_a_message_over_the_size_limit_is_resource_exhausted(stub):
+    request = chat(messages=says("x" * 10_000_000))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all(stub.StreamChat(request, timeout=60))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def ports_of(mesh) -> list[int]:
+    """Every TCP port that a process of the mesh listens on."""
+    inodes = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table) as lines:
+            for fields in (line.split() for line in list(lines)[1:]):
+                if fields[3] == "0A":
+                    inodes[fields[9]] = int(fields[1].rsplit(":", 1)[1], 16)
+    ports = set()
+    for pid in mesh.pids().values():
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                target = os.readlink(f"/proc/{pid}/fd/{fd}")
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                ports.add(inodes.get(target[8:-1], 0))
+    return sorted(ports - {0})
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [b"\x00" * 4096, b"\xff" * 70_000, b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64],
+    ids=["zeros", "ones", "http", "all bytes"],
+)
+async def test_binary_junk_on_every_port_hurts_nobody(mesh, stub, junk):
+    ports = await ports_of(mesh)
+    assert len(ports) >= 7, "router, three workers, two page receivers and the store"
+    for port in ports:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            try:
+                connection.sendall(junk)
+                connection.shutdown(socket.SHUT_WR)
+                connection.settimeout(10)
+                while connection.recv(65536):
+                    pass
+            except OSError:
+                continue
+
+
+async def test_max_tokens_counts_the_token_that_prefill_made(stub):
+    for wanted in (1, 2):
+        answer = await meshes.ask(stub, PROMPT, max_tokens=wanted, ignore_eos=True)
+        assert len(answer.token_ids) == wanted
+        assert answer.finish == "length"
+        assert answer.usage.completion_tokens == wanted
+
+
+async def test_the_context_may_be_filled_to_its_last_token(stub):
+    prompt = [5 + i % 900 for i in range(4095)]
+    answer = await meshes.ask(stub, prompt, max_tokens=1, ignore_eos=True)
+    assert len(answer.token_ids) == 1
+
+
+@pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1])
+async def test_a_prompt_sent_again_gives_the_same_tokens(stub, model, length):
+    """Compare GeeeekExplorer/nano-vllm#114: nothing may be left to compute after a full hit."""
+    prompt = [700 + length + i for i in range(length)]
+    longer = [*prompt, *range(900, 900 + PAGE)]
+    want = generate_reference(model, prompt, 6)
+    first = await meshes.ask(stub, prompt, max_tokens=6, ignore_eos=True, logprobs=2)
+    await meshes.ask(stub, longer, max_tokens=2, ignore_eos=True)
+    for _ in range(2):
+        again = await meshes.ask(stub, prompt, max_tokens=6, ignore_eos=True, logprobs=2)
+        assert again.token_ids == first.token_ids == want
+        assert again.usage.cached_tokens <= length - 1
+        assert [e.logprob for e in again.logprobs] == [e.logprob for e in first.logprobs]
+    assert len(first.logprobs) == 6
+
+
+async def test_the_second_turn_of_a_chat_computes_only_the_rest(stub):
+    story = "Tell me a story about a fox who lost her way in the forest. " * 12
+    first = chat(messages=says(story), sampling=chat_pb2.Sampling(max_tokens=80, ignore_eos=True))
+    responses = await read_all(stub.StreamChat(first, timeout=120))
+    text = "".join(r.text for r in responses)
+    second = chat(
+        messages=[
+            *says(story),
+            chat_pb2.Message(role="assistant", content=text),
+            *says("And then?"),
+        ],
+        sampling=chat_pb2.Sampling(max_tokens=4),
+    )
+    usage = (await read_all(stub.StreamChat(second, timeout=120)))[-1].usage
+    shared = responses[-1].usage.prompt_tokens // PAGE * PAGE
+    assert shared >= 2 * PAGE
+    assert usage.cached_tokens >= shared
+    assert usage.prompt_tokens > usage.cached_tokens
+
+
+@pytest.mark.parametrize("tokens_seen", [0, 1, 5])
+async def test_a_client_that_leaves_frees_both_sides(mesh, stub, tokens_seen):
+    call = stub.StreamChat(
+        chat(
+            prompt_token_ids=[9 + i % 700 for i in range(3000)],
+            sampling=chat_pb2.Sampling(max_tokens=900, ignore_eos=True),
+        ),
+        timeout=120,
+    )
+    if tokens_seen:
+        seen = 0
+        async for response in call:
+            seen += len(response.token_ids)
+            if seen >= tokens_seen:
+                break
+    else:
+        await asyncio.sleep(0.3)
+    call.cancel()
+    assert await mesh.problems() == []
+
+
+async def test_a_deadline_ends_the_work_everywhere(mesh, stub):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await meshes.ask(stub, PROMPT, timeout=1.0, max_tokens=3000, ignore_eos=True)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert await mesh.problems() == []
+
+
+async def restarted(mesh, name, old, timeout=60):
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if mesh.pids().get(name) not in (old, None):
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"{name} was not restarted\n{mesh.log()}")
+
+
+async def ready_again(mesh, timeout=60):
+    """Waits until the router counts all workers, and only instances that answer."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            await mesh.statuses()
+            async with meshes.chat_stub(mesh.address) as stub:
+                (card,) = (await stub.ListModels(chat_pb2.ListModelsRequest(), timeout=5)).models
+            if (card.prefill_workers, card.decode_workers) == (1, 2):
+                return
+        except (grpc.aio.AioRpcError, PdmeshError, ValueError):
+            pass
+        await asyncio.sleep(0.2)
+    raise AssertionError(f"the mesh did not recover\n{mesh.log()}")
+
+
+@pytest.mark.parametrize("name", ["decode-0", "decode-1", "prefill-0"])
+async def test_killing_a_worker_while_streaming_costs_no_token(mesh, model, name):
+    want = generate_reference(model, PROMPT, 60)
+    old = mesh.pids()[name]
+    async with meshes.chat_stub(mesh.address) as stub:
+        asking = [
+            asyncio.ensure_future(
+                meshes.ask(stub, PROMPT, timeout=90, max_tokens=60, ignore_eos=True)
+            )
+            for _ in range(4)
+        ]
+        await asyncio.sleep(0.4)
+        os.kill(old, signal.SIGKILL)
+        for answer in await asyncio.gather(*asking, return_exceptions=True):
+            if isinstance(answer, grpc.aio.AioRpcError):
+                assert answer.code() in (grpc.StatusCode.UNAVAILABLE,), answer.details()
+            else:
+                assert answer.token_ids == want
+        await restarted(mesh, name, old)
+        await ready_again(mesh)
+        after = await meshes.ask(stub, PROMPT, max_tokens=60, ignore_eos=True)
+        assert after.token_ids == want
+    assert await mesh.problems() == []
+
+
+async def test_killing_the_router_ends_its_streams_and_frees_their_pages(mesh):
+    old = mesh.pids()["router"]
+    async with meshes.chat_stub(mesh.address) as stub:
+        asking = asyncio.ensure_future(
+            meshes.ask(stub, PROMPT, timeout=60, max_tokens=900, ignore_eos=True)
+        )
+        await asyncio.sleep(0.5)
+        os.kill(old, signal.SIGKILL)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await asking
+    await restarted(mesh, "router", old)
+    for _ in range(200):
+        try:
+            async with meshes.chat_stub(mesh.address) as stub:
+                answer = await meshes.ask(stub, PROMPT, max_tokens=3, ignore_eos=True)
+            break
+        except grpc.aio.AioRpcError:
+            await asyncio.sleep(0.1)
+    assert len(answer.token_ids) == 3
+    assert await mesh.problems() == []
+
+
+async def test_no_key_of_a_dead_worker_stays_in_the_store(mesh):
+    """A killed worker comes back as a new instance; after its lease nothing names the old one."""
+    pid = mesh.pids()["decode-0"]
+    dead = next(s.instance for s in await mesh.statuses() if s.worker_id == "decode-0")
+    os.kill(pid, signal.SIGKILL)
+    await restarted(mesh, "decode-0", pid)
+    await ready_again(mesh)
+    store = redis.Redis.from_url(mesh.info["redis_url"])
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if not [key for key in store.scan_iter() if names(store, key, dead)]:
+            break
+        await asyncio.sleep(0.2)
+    assert [key for key in store.scan_iter() if names(store, key, dead)] == []
+    store.close()
+
+
+def names(store, key, instance):
+    """Whether a key, or what a worker's own key holds, names an instance; the event log aside."""
+    if instance.encode() in key:
+        return True
+    kind = store.type(key)
+    if kind == b"hash":
+        return any(instance.encode() in v for pair in store.hgetall(key).items() for v in pair)
+    return kind == b"string" and instance.encode() in (store.get(key) or b"")
+
+
+async def test_a_lost_store_fails_no_request(mesh):
+    old = mesh.pids()["store"]
+    async with meshes.chat_stub(mesh.address) as stub:
+        asking = asyncio.ensure_future(
+            meshes.ask(stub, PROMPT, timeout=90, max_tokens=100, ignore_eos=True)
+        )
+        await asyncio.sleep(0.3)
+        os.kill(old, signal.SIGKILL)
+        during = await meshes.ask(stub, PROMPT[:50], max_tokens=5, ignore_eos=True)
+        assert len(during.token_ids) == 5
+        assert len((await asking).token_ids) == 100
+        await restarted(mesh, "store", old)
+        await ready_again(mesh)
+        assert len((await meshes.ask(stub, PROMPT, max_tokens=5, ignore_eos=True)).token_ids) == 5
+    assert await mesh.problems() == []
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_killing_up_itself_leaves_no_process_behind():
+    with meshes.running_mesh() as own:
+        pids = own.pids()
+        assert {"store", "router", "prefill-0", "decode-0", "decode-1"} <= set(pids)
+        assert all(alive(pid) for pid in pids.values())
+        own.process.kill()
+        own.process.wait()
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and any(alive(pid) for pid in pids.values()):
+            time.sleep(0.1)
+        assert [name for name, pid in pids.items() if alive(pid)] == []
