@@ -36,7 +36,12 @@ class Arrival:
         return self.state.phase not in (Phase.INSTALLED, Phase.FREE)
 
     def open(self, link: Link, generation: int) -> bool:
-        """Gives the lease to the sender behind ``link``; False, and it is told, if refused."""
+        """Gives the lease to the sender behind ``link``; False, and it is told, if refused.
+
+        A repeated opening by the sender that has it changes nothing.
+        """
+        if link is self.link and generation == self.state.generation:
+            return True
         self.state, effects = protocol.step(self.state, protocol.Opened(generation, link.one_sided))
         for effect in effects:
             if isinstance(effect, protocol.TellSender):

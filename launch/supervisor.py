@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from pdmesh.registry.embedded import EmbeddedStore
 from pdmesh.registry.store import Member, StoreUnavailable, check_store, read_members
 from pdmesh.wire.errors import ConfigError, PdmeshError, Unavailable
 
-DEFAULT_PORT = 7080
 _TICK_S = 0.2
 _PROGRESS_S = 5.0
 _STOP_S = 10.0
@@ -32,28 +30,6 @@ _CONFIG_EXIT = 2
 def say(text: str) -> None:
     """One line of progress, on standard error."""
     print(text, file=sys.stderr, flush=True)
-
-
-def choose_port(host: str, asked: int) -> int:
-    """``asked`` if it is free; without one 7080 or the next free port.
-
-    Raises:
-        ConfigError: the port asked for is taken, or the host is not this machine's.
-    """
-    candidates = [asked] if asked else [*range(DEFAULT_PORT, DEFAULT_PORT + 200), 0]
-    reason = ""
-    for port in candidates:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host.strip("[]"), port))
-                return int(probe.getsockname()[1])
-            except OSError as error:
-                reason = error.strerror or str(error)
-    if asked:
-        raise ConfigError(f"cannot listen on port {asked} of {host}: {reason}")
-    raise ConfigError(f"no free port on {host}: {reason}")
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pdmesh.launch.chat import read_prompt
+from pdmesh.launch.ports import claim_port
 from pdmesh.launch.processes import command, environment
 from pdmesh.launch.runtime import claim
-from pdmesh.launch.supervisor import Plan, Supervisor, choose_port, say
+from pdmesh.launch.supervisor import Plan, Supervisor, say
 from pdmesh.launch.topology import Topology, check_model, load_topology
 
 _SILENT_INPUT_S = 5.0
@@ -25,10 +26,13 @@ def up(arguments: argparse.Namespace) -> int:
     topology = _settings(arguments)
     check_model(topology.model_path)
     name, default = topology.mesh.name, Topology().mesh.name
-    with claim(name, explicit=name != default or arguments.name is not None) as (taken, run_dir):
+    explicit = name != default or arguments.name is not None
+    with (
+        claim(name, explicit) as (taken, run_dir),
+        claim_port(topology.mesh.host, topology.mesh.port) as port,
+    ):
         run_dir.prepare()
         topology = replace(topology, mesh=replace(topology.mesh, name=taken))
-        port = choose_port(topology.mesh.host, topology.mesh.port)
         say(f"pdmesh: starting mesh {taken} on port {port}; logs in {run_dir.logs}")
         ask = arguments.chat or arguments.prompt is not None
         session = _Session(Supervisor(Plan(topology, port, run_dir)), ask, arguments.prompt)

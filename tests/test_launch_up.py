@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.launch.supervisor import DEFAULT_PORT, choose_port
+from pdmesh.launch.ports import DEFAULT_PORT, claim_port
 from pdmesh.registry.embedded import EmbeddedStore
 from pdmesh.registry.store import Store, read_members
 from pdmesh.wire.errors import ConfigError
@@ -250,9 +250,15 @@ def test_without_one_asked_for_the_next_free_port_is_taken():
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             stack.enter_context(socket.create_server(("127.0.0.1", DEFAULT_PORT)))
-        assert choose_port("127.0.0.1", 0) > DEFAULT_PORT
-    with pytest.raises(ConfigError, match="cannot listen on port"):
-        choose_port("192.0.2.1", 7080)
+        first = stack.enter_context(claim_port("127.0.0.1", 0))
+        second = stack.enter_context(claim_port("127.0.0.1", 0))  # the first is not bound yet
+        assert DEFAULT_PORT < first < second
+        assert stack.enter_context(claim_port("127.0.0.1", first)) == first  # asked for: allowed
+
+
+def test_an_address_that_is_not_ours_is_one_sentence():
+    with pytest.raises(ConfigError, match=r"cannot listen on port 7080 of 192\.0\.2\.1: "):
+        claim_port("192.0.2.1", 7080).__enter__()
 
 
 def test_status_shows_every_worker(meshes):

@@ -195,10 +195,9 @@ def test_no_value_of_a_field_ends_in_another_error(name):
     for value in JUNK:
         try:
             config = ModelConfig.from_hf(DEEPSEEK_V3 | {name: value})
-        except ConfigError as error:
-            assert "\n" not in error.message
-        else:
-            assert config.vocab_size > 0
+        except ConfigError:
+            continue
+        assert config.vocab_size > 0
 
 
 @pytest.mark.parametrize("name", sorted(YARN_40))

@@ -1,0 +1,66 @@
+"""The public port of a mesh, and who on this machine has spoken for it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+from collections.abc import Iterator
+
+from pdmesh.wire.errors import ConfigError
+
+DEFAULT_PORT = 7080
+
+
+@contextlib.contextmanager
+def claim_port(host: str, asked: int) -> Iterator[int]:
+    """``asked`` if it is free; without one 7080 or the next port that is free.
+
+    A router takes seconds to listen; until the block ends no other ``pdmesh up`` of this machine
+    chooses the same port by itself.
+
+    Raises:
+        ConfigError: the port asked for is taken, or the host is not this machine's.
+    """
+    reason = ""
+    for port in [asked] if asked else range(DEFAULT_PORT, DEFAULT_PORT + 1000):
+        reason = _refusal(host, port)
+        if reason:
+            continue
+        with _spoken_for(port) as mine:
+            if mine or asked:
+                yield port
+                return
+        reason = "another mesh is starting there"
+    which = f"port {asked}" if asked else f"any port from {DEFAULT_PORT} on"
+    raise ConfigError(f"cannot listen on {which} of {host}: {reason}")
+
+
+def _refusal(host: str, port: int) -> str:
+    """Why a port cannot be listened on; empty if it can."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+            probe.listen()
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+@contextlib.contextmanager
+def _spoken_for(port: int) -> Iterator[bool]:
+    """Holds the machine-wide claim of a port. False if another process holds it.
+
+    On Linux an abstract socket: it is of the same network namespace as the port, and gone with
+    the process. Elsewhere there is no claim, and always True.
+    """
+    with socket.socket(socket.AF_UNIX) as claim:
+        mine = True
+        if sys.platform.startswith("linux"):
+            try:
+                claim.bind(f"\0pdmesh-port-{port}")
+            except OSError:
+                mine = False
+        yield mine
