@@ -107,6 +107,8 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     ready: bool = False
+    proven: bool = False
+    """Was ready once: its settings are right."""
     replaced: str = ""
     """Instance that registered under this name before; the new one differs."""
     address: str = ""

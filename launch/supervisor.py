@@ -173,7 +173,7 @@ class Supervisor:
         code, name = child.process.wait(), child.spec.name
         child.process, child.ready = None, False
         words = child.last_words()
-        if code == _CONFIG_EXIT:
+        if code == _CONFIG_EXIT and not child.proven:
             raise ConfigError(words.removeprefix("pdmesh: "))
         child.deaths.append(now)
         delay = restart_delay(child.deaths, now)
@@ -211,7 +211,8 @@ class Supervisor:
                 self._on_ready(child, member.record.address)
 
     def _on_ready(self, child: Child, address: str) -> None:
-        child.ready, child.address = True, address
+        child.ready = child.proven = True
+        child.address = address
         took = time.monotonic() - child.started
         say(f"  {child.spec.name:<12} ready in {took:.1f} s at {address}")
 

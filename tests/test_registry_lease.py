@@ -10,7 +10,7 @@ import pytest
 from pdmesh.registry.client import RegistryView
 from pdmesh.registry.embedded import EmbeddedStore
 from pdmesh.registry.publisher import WorkerLease
-from pdmesh.registry.store import Store, read_members
+from pdmesh.registry.store import Store, StoreUnavailable, read_members
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.messages import WorkerRecord
@@ -359,17 +359,32 @@ async def test_a_view_finds_a_store_that_is_down_at_start(world, monkeypatch):
 
 
 async def test_a_state_told_while_the_store_was_away_arrives_later(world):
-    impatient = f"{world.server.url}?socket_timeout=0.2"
-    lease = WorkerLease(impatient, world.mesh, record(), ttl_s=60)
-    world.opened.append(lease)
+    lease = world.worker(ttl_s=60)
     await lease.start()
-    os.kill(world.server.pid, signal.SIGSTOP)  # it does not answer, and forgets nothing
+    call = lease._store.call
+
+    async def away(*_):
+        raise StoreUnavailable("away")
+
+    lease._store.call = away
     await lease.ready()
     assert not lease.connected
-    os.kill(world.server.pid, signal.SIGCONT)
+    lease._store.call = call
     lease.publish(pages(1))  # wakes the background task
     view = await world.view()
     await until(lambda: names(view) == ["decode-0"], "it became ready")
+
+
+async def test_a_store_that_hangs_is_a_store_that_is_away(world):
+    view = await world.view()
+    lease = WorkerLease(f"{world.server.url}?socket_timeout=0.2", world.mesh, record(), ttl_s=60)
+    world.opened.append(lease)
+    await lease.start()
+    os.kill(world.server.pid, signal.SIGSTOP)
+    await lease.ready()
+    assert not lease.connected
+    os.kill(world.server.pid, signal.SIGCONT)
+    await until(lambda: names(view) == ["decode-0"] and lease.connected, "both go on")
 
 
 @pytest.mark.parametrize("url", ["foo://x", "redis://127.0.0.1:port", "127.0.0.1:6379", ""])
