@@ -327,6 +327,9 @@ class TransferReceiver:
                 case protocol.Deliver(fin):
                     later.append(partial(self._deliver, arrival, fin))
                 case protocol.Fail(reason):
+                    wanted = isinstance(what, protocol.Cancelled | protocol.SenderAborted)
+                    level = logging.INFO if wanted else logging.WARNING
+                    event(log, "transfer_failed", level, lease=arrival.lease_id, reason=reason)
                     later.append(partial(self._fail, arrival, reason))
                 case protocol.Drop():
                     self.dropped += 1
@@ -341,7 +344,6 @@ class TransferReceiver:
             self.on_arrival(arrival.lease_id, fin)
 
     def _fail(self, arrival: Arrival, reason: str) -> None:
-        event(log, "transfer_failed", logging.WARNING, lease=arrival.lease_id, reason=reason)
         arrival.outcome.set_exception(TransferFailed(f"lease {arrival.lease_id}: {reason}"))
         if self.on_failure is not None:
             self.on_failure(arrival.lease_id, reason)

@@ -152,6 +152,12 @@ class Transfer:
             self._state, effects = step(self._state, what)
             for effect in effects:
                 self._apply(effect, data)
+                if isinstance(effect, protocol.Fail):
+                    wanted = isinstance(what, protocol.AbortRequested)
+                    level = logging.INFO if wanted else logging.WARNING
+                    event(
+                        log, "push_failed", level, lease=self.lease.lease_id, reason=effect.reason
+                    )
             self._changed.notify_all()
             settled = self._state.settled
         if settled:
@@ -178,7 +184,6 @@ class Transfer:
                 pass
             case protocol.Fail(reason):
                 self._failure = reason
-                event(log, "push_failed", logging.WARNING, lease=lease_id, reason=reason)
 
 
 class TransferSender:
@@ -211,7 +216,7 @@ class TransferSender:
         Raises:
             Incompatible: the page formats differ, no transport is shared, or the versions differ.
             TransferFailed: the receiver cannot be reached.
-            LeaseGone: the lease was aborted here before, or is being written already.
+            LeaseGone: the lease was finished or aborted here before, or has a writer already.
         """
         mine = self._page_format or lease.page_format
         if difference := mine.difference(lease.page_format):
@@ -222,7 +227,7 @@ class TransferSender:
         transfer = Transfer(lease, link, self._settled)
         with self._lock:
             if key in self._tombstones or key in self._transfers:
-                raise LeaseGone(f"lease {lease.lease_id} was aborted or has a writer")
+                raise LeaseGone(f"lease {lease.lease_id} was aborted or has a writer already")
             self._transfers[key] = transfer
         transfer._step(protocol.Granted())
         if link.closed:
@@ -296,7 +301,7 @@ class TransferSender:
     def _check_new(self, key: Key) -> None:
         with self._lock:
             if key in self._tombstones:
-                raise LeaseGone(f"lease {key[0]} was aborted before it was opened")
+                raise LeaseGone(f"lease {key[0]} was finished or aborted here before")
             if key in self._transfers:
                 raise LeaseGone(f"lease {key[0]} has a writer already")
 

@@ -55,7 +55,9 @@ def sample(
 def _sample_row(logits: Tensor, choice: Choice) -> int:
     """Inverse transform sampling over tokens ordered by probability, ties by id."""
     params = choice.params
-    ordered, ids = torch.sort(logits.double() / params.temperature, descending=True, stable=True)
+    # The largest becomes 0 first, so that no temperature is too small to divide by.
+    scaled = (logits.double() - logits.max().double()) / params.temperature
+    ordered, ids = torch.sort(scaled, descending=True, stable=True)
     if params.top_k:
         ordered, ids = ordered[: params.top_k], ids[: params.top_k]
     cumulative = torch.softmax(ordered, dim=-1).cumsum(dim=-1)

@@ -13,8 +13,9 @@ from pdmesh.model.weights import fingerprint, load_model
 from pdmesh.prefill.config import PrefillConfig
 from pdmesh.prefill.runner import PrefillRunner
 from pdmesh.prefill.scheduler import PrefillScheduler
-from pdmesh.prefill.worker import PrefillLimits, PrefillWorker
-from pdmesh.registry.host import Binding, host_worker
+from pdmesh.prefill.work import PrefillLimits
+from pdmesh.prefill.worker import PrefillWorker
+from pdmesh.registry.host import DRAIN_S, Binding, host_worker
 from pdmesh.registry.publisher import WorkerLease
 from pdmesh.wire.ids import new_instance
 from pdmesh.wire.logs import event
@@ -98,7 +99,7 @@ async def serve_prefill(config: PrefillConfig) -> None:
             tokens_computed=worker.tokens_computed,
             cancelled=worker.cancelled,
             step_ms=worker.step_ms,
-            problems=tuple(kv.check_integrity()),
+            problems=tuple(worker.check_integrity()),
         )
 
     methods = [
@@ -107,6 +108,6 @@ async def serve_prefill(config: PrefillConfig) -> None:
     ]
 
     async def finish() -> None:
-        worker.close()
+        await worker.close(grace=DRAIN_S)
 
     await host_worker(Binding(config.host, config.port), methods, worker.run, lease, finish)

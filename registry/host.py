@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
@@ -17,6 +18,10 @@ from pdmesh.wire.messages import WorkerRecord
 from pdmesh.wire.rpc import MAX_INTERNAL_MESSAGE, Method, add_service, server_options
 
 log = logging.getLogger(__name__)
+
+DRAIN_S = 2.0
+"""Seconds that a stopping worker gives the calls under way, and then the pushes under way."""
+_DEREGISTER_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,14 @@ class Binding:
 async def host_worker(
     binding: Binding,
     methods: Sequence[Method],
-    loop_body: Callable[[], Awaitable[None]],
+    loop_body: Callable[[], Coroutine[None, None, None]],
     make_lease: Callable[[str], tuple[WorkerRecord, WorkerLease]],
     finish: Callable[[], Awaitable[None]],
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains and deregisters.
+
+    Calls under way get ``DRAIN_S`` seconds to end, and are cancelled then. If the loop ended by
+    itself nothing can be drained: the worker stops at once, and its error is raised.
 
     Args:
         binding: where to listen.
@@ -44,7 +52,8 @@ async def host_worker(
         finish: awaited after the server stopped taking calls, before the lease is given back.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is taken, or the store refuses the login.
+        Exception: what ended the loop.
     """
     server = grpc.aio.server(options=server_options(MAX_INTERNAL_MESSAGE))
     address = bind(server, binding)
@@ -55,17 +64,20 @@ async def host_worker(
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     await server.start()
-    work = asyncio.ensure_future(loop_body())
+    work = loop.create_task(loop_body(), name="worker-loop")
     work.add_done_callback(lambda _: stop.set())
     try:
         await _until_stopped(lease, stop, record)
     finally:
-        event(log, "stopping", worker=record.worker_id)
-        await server.stop(grace=1.0)
-        await finish()
-        work.cancel()
-        await lease.close()
-    if not work.cancelled() and work.done():
+        event(log, "stopping", worker=record.worker_id, loop_ended=work.done())
+        try:
+            await server.stop(grace=0.0 if work.done() else DRAIN_S)
+            await finish()
+        finally:
+            work.cancel()
+            await asyncio.wait({work})
+            await lease.close()
+    if not work.cancelled():
         work.result()
 
 
@@ -73,14 +85,17 @@ async def _until_stopped(lease: WorkerLease, stop: asyncio.Event, record: Worker
     """Registers (for as long as the store is away this retries) and waits for the end."""
     registering = asyncio.ensure_future(_register(lease, record))
     stopping = asyncio.ensure_future(stop.wait())
-    await asyncio.wait({registering, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if registering.done():
-        registering.result()
-        await stopping
-        await lease.drain()
-    else:
+    try:
+        await asyncio.wait({registering, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if registering.done():
+            registering.result()
+            await stopping
+            with suppress(TimeoutError):
+                await asyncio.wait_for(lease.drain(), _DEREGISTER_S)
+    finally:
+        stopping.cancel()
         registering.cancel()
-    stopping.cancel()
+        await asyncio.wait({registering, stopping})
 
 
 async def _register(lease: WorkerLease, record: WorkerRecord) -> None:

@@ -28,6 +28,8 @@ PRETRAIN = Mix()
 ANNEAL = Mix(story_chat=0.4, seed=0.25)
 SFT = Mix(text=0.35, dialogue=0.7, story_chat=0.6, seed=1.0, user_weight=0.5)
 
+POLISH = Mix(text=0.02, dialogue=0.05, story_chat=0.08, seed=0.7, user_weight=0.5)
+
 
 class Batches:
     """An endless source of (tokens, weights): [batch, context + 1] int64 and float32."""

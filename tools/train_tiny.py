@@ -1,7 +1,7 @@
 """Train the small chat model: `python -m pdmesh.tools.train_tiny --help`.
 
 Stages: pretraining at a constant rate, annealing at the full context with the rate falling to
-zero, then fine-tuning on dialogues. Every stage is bounded by time, so a run always ends; a
+zero, fine-tuning on dialogues, and an optional polish on the hand-written ones. Every stage is bounded by time, so a run always ends; a
 checkpoint with the optimizer's state is written along the way and `--resume` goes on from it.
 """
 
@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from pdmesh.tools.tiny_batches import ANNEAL, PRETRAIN, SFT, Batches, Mix
+from pdmesh.tools.tiny_batches import ANNEAL, POLISH, PRETRAIN, SFT, Batches, Mix
 from pdmesh.tools.tiny_corpus import read_seed
 from pdmesh.tools.tiny_eval import Scores, score
 from pdmesh.tools.tiny_forward import Mode
@@ -43,12 +43,13 @@ class Stage:
 
 
 def stages(args: argparse.Namespace) -> list[Stage]:
-    """The three stages with their minutes from the command line."""
+    """The stages with their minutes from the command line."""
     full = args.context
     return [
         Stage("pretrain", args.pretrain_minutes, min(full, 1024), PRETRAIN, 1.0, 1.0, 0.3, 100),
         Stage("anneal", args.anneal_minutes, full, ANNEAL, 1.0, args.sft_rate, 0.2),
         Stage("sft", args.sft_minutes, full, SFT, args.sft_rate, 0.0, 0.1),
+        Stage("polish", args.polish_minutes, full, POLISH, args.polish_rate, 0.0, 0.1),
     ]
 
 
@@ -104,7 +105,10 @@ class Trainer:
         self.args = args
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.held_out = held_out
-        self.model = build_model(args.model_dir, self.device, args.seed)
+        if args.init:
+            self.model = load_quantised(args.init, self.device).requires_grad_(True)
+        else:
+            self.model = build_model(args.model_dir, self.device, args.seed)
         self.network = network_of(self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         rates = Rates(muon=args.muon_rate, adam=args.adam_rate, muon_decay=args.decay)
@@ -139,7 +143,8 @@ class Trainer:
         self.optimizer.step(rate)
         with torch.no_grad():
             # Auxiliary-loss-free balancing (report, section 2.1.2): each bias moves a fixed step.
-            speed = self.args.bias_speed * min(1.0, 2 * rate) if stage.name != "sft" else 0.0
+            balancing = stage.name in ("pretrain", "anneal")
+            speed = self.args.bias_speed * min(1.0, 2 * rate) if balancing else 0.0
             for bias, counts in zip(self.biases, load, strict=True):
                 bias += speed * torch.sign(counts.mean() - counts)
             torch._foreach_lerp_(self.average, self.parameters, 1 - self.args.average)
@@ -274,6 +279,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--pretrain-minutes", type=float, default=8.0)
     add("--anneal-minutes", type=float, default=6.0)
     add("--sft-minutes", type=float, default=1.5)
+    add("--polish-minutes", type=float, default=0.0, help="more on the seed dialogues; CPU is enough")
+    add("--polish-rate", type=float, default=0.03)
+    add("--init", type=Path, help="model folder to start from instead of random weights")
     add("--batch-tokens", type=int, default=65536, help="tokens a step")
     add("--context", type=int, default=4096, help="context from annealing on (1,024 before)")
     add("--muon-rate", type=float, default=5e-3)

@@ -1,0 +1,183 @@
+"""One prompt on a prefill worker with its effects: its pages, its transfer, the caller who waits."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import torch
+
+from pdmesh.kvcache.manager import Reservation
+from pdmesh.kvcache.store import LatentStore
+from pdmesh.kvtransfer.sender import Transfer
+from pdmesh.prefill.runner import ChunkResult, PromptRows
+from pdmesh.prefill.scheduler import Chunk, PrefillJob
+from pdmesh.wire.errors import Incompatible, InvalidRequest, PdmeshError
+from pdmesh.wire.hashes import PageFormat, page_hashes, root_hash
+from pdmesh.wire.messages import Fin, FirstToken, PrefillRequest
+from pdmesh.wire.sampling import check_token_ids
+
+
+@dataclass(frozen=True)
+class PrefillLimits:
+    """What the worker checks a request against."""
+
+    page_format: PageFormat
+    vocab_size: int
+    max_context: int
+    secret: bytes
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages of a prompt, the last partial one included."""
+        return -(-num_tokens // self.page_format.page_size)
+
+    def check(self, request: PrefillRequest, pool_pages: int) -> None:
+        """Refuses what can never be computed, or would harm other prompts of its step.
+
+        Raises:
+            InvalidRequest: the prompt, a parameter or the lease's shape is wrong.
+            Incompatible: the lease's pages are of another format.
+        """
+        tokens = len(request.token_ids)
+        if not tokens:
+            raise InvalidRequest("the prompt has no tokens")
+        if tokens >= self.max_context:
+            raise InvalidRequest(
+                f"the prompt has {tokens} tokens; "
+                f"the context holds {self.max_context}, one of them for the answer"
+            )
+        if self.num_pages(tokens) > pool_pages:
+            raise InvalidRequest(
+                f"the prompt needs {self.num_pages(tokens)} pages, this worker has {pool_pages}"
+            )
+        check_token_ids(request.token_ids, self.vocab_size, "token_ids")
+        request.sampling.validate(self.vocab_size)
+        if request.output_offset < 0:
+            raise InvalidRequest(f"output_offset is {request.output_offset}; it counts from 0")
+        lease = request.lease
+        if difference := self.page_format.difference(lease.page_format):
+            raise Incompatible(f"prefill and decode worker do not fit together: {difference}")
+        pages = self.num_pages(tokens)
+        if lease.num_pages != pages or not 0 <= lease.cached_pages <= pages:
+            raise InvalidRequest(
+                f"the lease is for {lease.num_pages} pages, {lease.cached_pages} of them cached; "
+                f"the prompt has {pages}"
+            )
+
+    def hashes(self, request: PrefillRequest) -> list[bytes]:
+        """Hashes of the prompt's full pages."""
+        root = root_hash(self.secret, self.page_format.fingerprint(), request.tenant)
+        return page_hashes(self.secret, root, request.token_ids, self.page_format.page_size)
+
+
+@dataclass(eq=False)
+class Work:
+    """A job and what hangs on it.
+
+    ``pushed`` counts, for each layer, the prompt's leading pages that need no push any more.
+    """
+
+    job: PrefillJob
+    request: PrefillRequest
+    limits: PrefillLimits
+    store: LatentStore
+    transfer: Transfer
+    first: asyncio.Future[FirstToken]
+    arrived: float
+    hashes: list[bytes] = field(init=False)
+    pushed: list[int] = field(init=False)
+    started: float = 0.0
+    reservation: Reservation | None = None
+    carry: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.hashes = self.limits.hashes(self.request)
+        self.pushed = [self.request.lease.cached_pages] * self.limits.page_format.num_layers
+        self.first.add_done_callback(_retrieve)
+
+    @property
+    def pages(self) -> Reservation:
+        """The reservation of a job that has started."""
+        assert self.reservation is not None
+        return self.reservation
+
+    def refuse(self, error: PdmeshError) -> None:
+        """Ends the job with an error, between steps; the caller is told if it still waits."""
+        self.job.cancelled = True
+        if not self.first.done():
+            self.first.set_exception(error)
+
+    def rows(self, chunk: Chunk) -> PromptRows:
+        """A chunk as the model sees it."""
+        end = chunk.end
+        page_table = tuple(self.pages.pages)
+        return PromptRows(
+            tokens=self.request.token_ids,
+            page_table=page_table,
+            start=chunk.start,
+            end=end,
+            write_from=chunk.write_from,
+            sampling=self.request.sampling,
+            output_position=self.request.output_offset,
+            last=chunk.last,
+            push=lambda layer: self._push(page_table, layer, end),
+            carry=self.carry,
+        )
+
+    def _push(self, page_table: tuple[int, ...], layer: int, end: int) -> None:
+        """Pushes the pages of ``layer`` that are complete below position ``end``.
+
+        Pages that the prefill worker had cached and decode lacks go out with the first chunk. On
+        the compute thread.
+        """
+        size = self.limits.page_format.page_size
+        complete = end // size if end < self.job.num_tokens else self.request.lease.num_pages
+        for index in range(self.pushed[layer], complete):
+            self.transfer.push(index, layer, self.store.read(page_table[index], layer))
+        self.pushed[layer] = max(self.pushed[layer], complete)
+
+    def publish(self, end: int) -> None:
+        """Shares the full pages below position ``end``: all their layers are written."""
+        first = self.pages.matched
+        full = end // self.limits.page_format.page_size
+        self.pages.publish(first, self.hashes[first:full])
+
+    def answer(self, result: ChunkResult, now: float) -> FirstToken:
+        """What the caller gets once the last chunk is computed; ``now`` is monotonic, seconds."""
+        assert result.token_id is not None
+        lease, tokens = self.request.lease, self.job.num_tokens
+        cached = min(self.job.write_from, tokens - 1)
+        return FirstToken(
+            token_id=result.token_id,
+            logprobs=result.logprobs,
+            cached_tokens=cached,
+            computed_tokens=tokens - cached,
+            pushed_pages=lease.num_pages - lease.cached_pages,
+            queue_ms=(self.started - self.arrived) * 1e3,
+            compute_ms=(now - self.started) * 1e3,
+        )
+
+    def fin(self, token: int) -> Fin:
+        """What decode needs besides the pages."""
+        lease, page_format = self.request.lease, self.limits.page_format
+        with_hidden = page_format.mtp_layers > 0 and self.carry is not None
+        return Fin(
+            lease_id=lease.lease_id,
+            generation=lease.generation,
+            request_id=self.request.request_id,
+            num_writes=(lease.num_pages - lease.cached_pages) * page_format.num_layers,
+            first_token=token,
+            last_hidden=_raw(self.carry) if with_hidden else b"",
+        )
+
+
+def _raw(hidden: torch.Tensor | None) -> bytes:
+    """The bytes of a hidden state, whatever its dtype."""
+    assert hidden is not None
+    return hidden.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+def _retrieve(first: asyncio.Future[FirstToken]) -> None:
+    """Marks an error as seen: the caller may have left before it came."""
+    if not first.cancelled():
+        first.exception()
