@@ -15,7 +15,7 @@ from pdmesh.decode.sequence import LeaseEntry
 from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvtransfer.protocol.receiver import Phase
 from pdmesh.kvtransfer.receiver import TransferReceiver
-from pdmesh.wire.errors import DeadlineExceeded, InvalidRequest, Overloaded, PdmeshError
+from pdmesh.wire.errors import Cancelled, InvalidRequest, Overloaded, PdmeshError
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_request_id
 from pdmesh.wire.logs import event
@@ -23,7 +23,7 @@ from pdmesh.wire.messages import Lease, ReserveRequest
 
 log = logging.getLogger(__name__)
 
-Expired = Callable[[LeaseEntry, PdmeshError], None]
+Expired = Callable[[LeaseEntry, Cancelled], None]
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Leases:
     def _expire(self, entry: LeaseEntry, reason: str) -> None:
         if self.holds(entry):
             event(log, "lease expired", request=entry.request.request_id, reason=reason)
-            self._on_expired(entry, DeadlineExceeded(reason))
+            self._on_expired(entry, Cancelled(reason))
 
     # ---- quarantine -----------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ class DecodeRunner:
             assert s.pending is not None
             start = s.computed + 1 - s.pending.shape[0]
             rows.append((s, start, s.tokens[start : s.computed + 1]))
-            previous.append(s.pending)
+            previous.append(s.pending.to(self._store.tensor.device))
             ends.append((ends[-1] if ends else 0) + s.pending.shape[0])
         hidden = self._model.mtp_forward(
             self._batch(rows), torch.cat(previous), self._store.tensor, "absorbed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -29,6 +30,13 @@ class DecodeScheduler(Generic[S]):
         while self._waiting and len(self._running) < self.max_batch:
             self._running.append(self._waiting.popleft())
         return list(self._running)
+
+    def take(self, leaving: Callable[[S], bool]) -> list[S]:
+        """Removes and returns the sequences that leave, those still waiting too."""
+        gone = [s for s in (*self._running, *self._waiting) if leaving(s)]
+        for sequence in gone:
+            self.remove(sequence)
+        return gone
 
     def remove(self, sequence: S) -> None:
         """Takes out a sequence that ended or was cancelled. Call between steps; idempotent."""

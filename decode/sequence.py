@@ -17,15 +17,20 @@ from pdmesh.wire.messages import ReserveRequest, StreamRequest, TokenChunk
 
 @dataclass
 class LeaseEntry:
-    """A promise of pages to one request, from Reserve to Release."""
+    """A promise of pages to one request, from Reserve to Release.
+
+    ``ended`` says why it was ended from outside, and is set once; the pages follow (``freed``)
+    when no step touches them. It stays None where the sequence comes to its own end.
+    """
 
     lease_id: str
     generation: int
     request: ReserveRequest
     reservation: Reservation
-    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+    timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
     sequence: DecodeSequence | None = None
     streaming: bool = False
+    ended: PdmeshError | None = None
     freed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -50,9 +55,13 @@ class DecodeSequence:
     drafted: int = 0
     accepted: int = 0
     transfer_ms: float = 0.0
-    cancelled: bool = False
     done: bool = False
     queue: asyncio.Queue[TokenChunk | PdmeshError] = field(default_factory=asyncio.Queue)
+
+    @property
+    def cancelled(self) -> bool:
+        """The lease was ended from outside: no further step runs."""
+        return self.entry.ended is not None
 
     @property
     def room(self) -> int:

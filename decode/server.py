@@ -7,10 +7,11 @@ import logging
 import torch
 
 from pdmesh.decode.config import DecodeConfig
+from pdmesh.decode.leases import DecodeLimits
 from pdmesh.decode.runner import DecodeRunner
 from pdmesh.decode.scheduler import DecodeScheduler
 from pdmesh.decode.sequence import DecodeSequence
-from pdmesh.decode.worker import DecodeLimits, DecodeWorker
+from pdmesh.decode.worker import DecodeWorker
 from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.receiver import TransferReceiver
@@ -65,6 +66,7 @@ async def serve_decode(config: DecodeConfig) -> None:
         page_format=fmt,
         vocab_size=model.config.vocab_size,
         max_context=model.config.max_position_embeddings,
+        hidden_size=model.config.hidden_size,
         secret=secret,
         lease_idle_s=config.lease_idle_s,
     )
@@ -111,7 +113,7 @@ async def serve_decode(config: DecodeConfig) -> None:
             tokens_generated=worker.tokens_generated,
             cancelled=worker.cancelled,
             step_ms=worker.step_ms,
-            problems=(*kv.check_integrity(), *receiver.check_integrity()),
+            problems=tuple(worker.check_integrity()),
         )
 
     methods = [

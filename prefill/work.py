@@ -1,4 +1,4 @@
-"""One prompt on a prefill worker with its effects: its pages, its transfer, the caller who waits."""
+"""One prompt on a prefill worker and what hangs on it: pages, transfer, the waiting caller."""
 
 from __future__ import annotations
 

@@ -235,9 +235,7 @@ class PrefillWorker:
         left = work.request.deadline_ms / 1e3 - (time.monotonic() - work.arrived)
         timeout = min(_ACKNOWLEDGED_S, max(1.0, left))
         try:
-            await loop.run_in_executor(
-                self._enders, work.transfer.finish, work.fin(token), timeout
-            )
+            await loop.run_in_executor(self._enders, work.transfer.finish, work.fin(token), timeout)
         except TransferFailed as error:
             event(log, "push failed", request=work.request.request_id, reason=error.message)
         finally:

@@ -42,7 +42,7 @@ def test_both_ends_agree_on_message_sizes():
         dict(server_options(MAX_PUBLIC_MESSAGE)),
         dict(server_options(MAX_INTERNAL_MESSAGE)),
     )
-    assert public["grpc.max_receive_message_length"] == 4 * 2**20
+    assert public["grpc.max_receive_message_length"] == 8 * 2**20
     assert internal["grpc.max_receive_message_length"] == client["grpc.max_send_message_length"]
     for server in (public, internal):
         assert server["grpc.max_send_message_length"] <= client["grpc.max_receive_message_length"]

@@ -225,8 +225,8 @@ async def test_a_prompt_of_millions_of_tokens_passes_every_hop(tmp_path, mebibyt
 async def test_a_text_of_megabytes_passes_the_size_limit_and_gets_a_sentence(tmp_path):
     async with fakes.mesh(tmp_path, decode=1) as mesh:
         for role in ("user", "assistant"):
-            request = chat(message(role, "long story " * 370_000), message())
-            assert 3.8 * 2**20 < request.ByteSize() < 4 * 2**20
+            request = chat(message(role, "long story " * 600_000), message())
+            assert 6 * 2**20 < request.ByteSize() < 8 * 2**20
             error = await mesh.error(request, timeout=120)
             assert error.code() is INVALID
             assert "the context of 4096 tokens has to hold it" in error.details()
@@ -234,7 +234,7 @@ async def test_a_text_of_megabytes_passes_the_size_limit_and_gets_a_sentence(tmp
 
 async def test_a_message_over_the_size_limit_is_refused_and_the_connection_stays_usable(tmp_path):
     async with fakes.mesh(tmp_path, decode=1) as mesh:
-        for size in (4 * 2**20 + 1, 10 * 2**20):
+        for size in (8 * 2**20 + 1, 10 * 2**20):
             error = await mesh.error(chat(message(content="x" * size)), timeout=60)
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "larger than max" in error.details()

@@ -1,4 +1,4 @@
-"""Choose the held-out list and train the tokenizer: `python -m pdmesh.tools.prepare_tokenizer --help`."""
+"""Held-out list and tokenizer: `python -m pdmesh.tools.prepare_tokenizer --help`."""
 
 from __future__ import annotations
 

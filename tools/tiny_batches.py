@@ -69,7 +69,7 @@ class Batches:
         return self.ids[index], weights
 
     def batches(self, mix: Mix, batch: int, context: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of one epoch; what does not fill a batch is left out (the next epoch reshuffles)."""
+        """Batches of one epoch; what does not fill a batch is left out."""
         ids, weights = self.epoch(mix)
         size = batch * context
         begin = int(torch.randint(0, context, (1,)).item()) if len(ids) > 2 * size else 0

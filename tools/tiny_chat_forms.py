@@ -81,7 +81,9 @@ def _ask_by_beginning(body: str, rng: random.Random) -> tuple[str, str] | None:
     paragraphs = [p.strip() for p in body.split("\n\n") if p.strip()]
     if len(paragraphs) == 1:
         head, _, tail = body.partition(". ")
-        return (rng.choice(_BEGIN).format(head + "."), tail) if 20 < len(head) < 300 and tail else None
+        return (
+            (rng.choice(_BEGIN).format(head + "."), tail) if 20 < len(head) < 300 and tail else None
+        )
     start = rng.randrange(max(1, len(paragraphs) - 3)) if len(body) > MAX_STORY_CHARS else 0
     first = paragraphs[start]
     answer: list[str] = []

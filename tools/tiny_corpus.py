@@ -1,4 +1,4 @@
-"""The corpus of the small chat model: documents, the held-out list, and stories put into chat form."""
+"""The corpus of the small chat model: documents, the held-out list, the seed dialogues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ SEED_FILE = Path(__file__).with_name("chat_seed.jsonl")
 _SALT = "pdmesh-tiny-held-out:"
 _MIN_CHARS = 20
 _PLACEHOLDER = re.compile(r"\[(?:User|user|USER|Name|Your|My|name|your)[^\]]{0,24}\]")
-_NAMES = "Anna Ben Clara David Emma Frank Grace Henry Iris Jack Kate Leo Mia Noah Olga Paul".split()
+_NAMES = (
+    *("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry"),
+    *("Iris", "Jack", "Kate", "Leo", "Mia", "Noah", "Olga", "Paul"),
+)
 _ROMAN = re.compile(r"^(?:chapter\s+)?[ivxlc]+\.?$", re.IGNORECASE)
 
 
@@ -51,7 +54,7 @@ class Document:
 
 
 def read_corpus(folder: Path) -> list[Document]:
-    """Every document of the corpus folder (xz files as its README lists them), without duplicates."""
+    """Every document of the xz files in the corpus folder, without duplicates."""
     files = sorted(folder.glob("*.xz"))
     if not files:
         raise SystemExit(f"{folder}: no .xz files of the corpus are there")

@@ -16,8 +16,13 @@ from pdmesh.tools.tiny_pack import Packed
 
 @dataclass(frozen=True)
 class Rows:
-    """What a forward gives for tokens [1, t]: logits [1, t, v], MTP logits (row j sees token j and
-    predicts token j + 1), and how many tokens each expert of each MoE layer got [layers, experts]."""
+    """What a forward gives for tokens [1, t].
+
+    Attributes:
+        logits: [1, t, v].
+        mtp_logits: [1, t, v]; row j sees token j and predicts token j + 1, row 0 means nothing.
+        load: [layers, experts], how many tokens each expert of each MoE layer got.
+    """
 
     logits: Tensor
     mtp_logits: Tensor
@@ -29,7 +34,7 @@ Forward = Callable[[Tensor], Rows]
 
 @dataclass(frozen=True)
 class Scores:
-    """bits: all tokens after the first of a document, special ones too, over its raw UTF-8 bytes."""
+    """Bits of all tokens after a document's first, special ones too, over its raw UTF-8 bytes."""
 
     bits_per_byte: float
     mtp_acceptance: float

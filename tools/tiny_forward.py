@@ -25,6 +25,11 @@ class Mode:
     grouped: bool = False
 
 
+def split_last(x: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """The last dimension cut into two."""
+    return x.view(*x.shape[:-1], *sizes)
+
+
 def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """x [..., h]; gate_up [2 i, h]; down [h, i]."""
     gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
@@ -32,10 +37,10 @@ def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 
 def route(logits: Tensor, bias: Tensor, groups: int, top_groups: int, top_k: int) -> Tensor:
-    """Chosen experts as a 0/1 mask [n, experts] (noaux_tc); no gradient flows through the choice."""
+    """Chosen experts as a 0/1 mask [n, experts] (noaux_tc); the choice has no gradient."""
     with torch.no_grad():
         choice = torch.sigmoid(logits.float()) + bias
-        grouped = choice.unflatten(-1, (groups, -1))
+        grouped = split_last(choice, (groups, -1))
         rank = grouped.topk(2, dim=-1).values.sum(-1)
         kept = torch.zeros_like(rank).scatter(-1, rank.topk(top_groups, dim=-1).indices, 1.0)
         choice = grouped.masked_fill(kept.unsqueeze(-1) == 0, -1e9).flatten(-2)
@@ -55,7 +60,7 @@ def all_experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Te
     x [n, h]; weights [n, e]; gate_up [e, 2 i, h]; down [e, h, i].
     """
     experts, double, _ = gate_up.shape
-    wide = F.linear(x, gate_up.flatten(0, 1)).unflatten(-1, (experts, double))
+    wide = split_last(F.linear(x, gate_up.flatten(0, 1)), (experts, double))
     gate, up = wide.chunk(2, dim=-1)
     hidden = F.silu(gate) * up * weights.to(x.dtype).unsqueeze(-1)
     return F.linear(hidden.flatten(-2), down.transpose(0, 1).flatten(1))
@@ -105,14 +110,15 @@ class _TakeRows(torch.autograd.Function):
 
 
 def _take_rows(x: Tensor, index: Tensor) -> Tensor:
-    taken: Tensor = _TakeRows.apply(x, index)
+    taken: Tensor = _TakeRows.apply(x, index)  # type: ignore[no-untyped-call]  # torch has no types for it
     return taken
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate interleaved pairs. x [b, t, heads, dim]; cos, sin [t, 1, dim], sin carrying the sign."""
-    partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return (x.float() * cos + partner.float() * sin).to(x.dtype)
+    """Rotate interleaved pairs. x [b, t, heads, dim]; cos, sin [t, 1, dim], sin with the sign."""
+    partner = split_last(x, (-1, 2)).flip(-1).flatten(-2)
+    rotated = x.float() * cos + partner.float() * sin
+    return rotated.to(x.dtype)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The small model as the serving code has it, and its parameters as the training forward wants them."""
+"""The small model as the serving code has it, and its parameters for the training forward."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ def build_model(folder: Path, device: torch.device, seed: int) -> DeepseekV3:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj", "down_proj.weight")):
-                parameter *= (2 * model.config.num_hidden_layers) ** -0.5
+                parameter.mul_((2.0 * model.config.num_hidden_layers) ** -0.5)
     return model.to(device)
 
 
 def network_of(model: DeepseekV3) -> Network:
     """The training forward over this model's parameters (views, not copies)."""
-    assert model.mtp is not None and model.lm_head is not None
+    assert model.mtp is not None
+    assert model.lm_head is not None
     mtp = model.mtp
     *trunk, last = [_layer(block) for block in model.blocks()]
     weights = NetworkWeights(
@@ -72,7 +73,8 @@ def _attention(mla: Mla) -> AttentionWeights:
 
 def _moe(moe: Moe) -> MoeWeights:
     bias, shared = moe.gate.e_score_correction_bias, moe.shared_experts
-    assert bias is not None and shared is not None
+    assert bias is not None
+    assert shared is not None
     return MoeWeights(
         moe.gate.weight,
         bias,

@@ -18,6 +18,7 @@ from pdmesh.tools.tiny_forward import (
     grouped_experts,
     rope,
     route,
+    split_last,
     swiglu,
 )
 
@@ -60,7 +61,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class NetworkWeights:
-    """Everything, as views of the serving model's parameters. `mtp` = (enorm, hnorm, eh_proj, norm)."""
+    """All parameters of the serving model; `mtp` is (enorm, hnorm, eh_proj, norm)."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -105,11 +106,13 @@ class Network:
         heads, nope = c.num_attention_heads, c.qk_nope_head_dim
         rank, rope_dim = c.kv_lora_rank, c.qk_rope_head_dim
         q_rank = w.qkv_a.shape[0] - rank - rope_dim
-        down_q, latent, key_rope = F.linear(x, w.qkv_a).split((q_rank, rank, rope_dim), dim=-1)
+        down_q, latent, key_rope = torch.split_with_sizes(
+            F.linear(x, w.qkv_a), (q_rank, rank, rope_dim), dim=-1
+        )
         latent = self.norm(latent, w.kv_norm)
-        query = F.linear(self.norm(down_q, w.q_norm), w.q_b).unflatten(-1, (heads, -1))
-        key = F.linear(latent, w.k_b.flatten(0, -2)).unflatten(-1, (heads, nope))
-        value = F.linear(latent, w.v_b.flatten(0, -2)).unflatten(-1, (heads, -1))
+        query = split_last(F.linear(self.norm(down_q, w.q_norm), w.q_b), (heads, -1))
+        key = split_last(F.linear(latent, w.k_b.flatten(0, -2)), (heads, nope))
+        value = split_last(F.linear(latent, w.v_b.flatten(0, -2)), (heads, -1))
         here = slice(first, first + x.shape[1])
         cos, sin = self.cos[here], self.sin[here]
         key_rope = rope(key_rope.unsqueeze(2), cos, sin).expand(-1, -1, heads, -1)
@@ -150,7 +153,7 @@ class Network:
 
     @property
     def dtype(self) -> torch.dtype:
-        """bfloat16 on a GPU, float32 elsewhere: what the products run in (the residual is float32)."""
+        """What products run in: bfloat16 on a GPU, else float32. The residual is float32."""
         return torch.bfloat16 if self.weights.embedding.is_cuda else torch.float32
 
     def hidden(self, tokens: Tensor) -> Hidden:

@@ -8,6 +8,7 @@ share one learning-rate schedule.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
-    """The orthogonal factor of each matrix, roughly (singular values in 0.7..1.2). [B, M, N] float."""
+    """The orthogonal factor of each matrix [B, M, N], roughly: singular values in 0.7..1.2."""
     a, b, c = _NEWTON_SCHULZ
     x = matrices.to(torch.bfloat16) if matrices.is_cuda else matrices
     tall = x.shape[-2] > x.shape[-1]
@@ -42,7 +43,7 @@ class Rates:
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Muon takes every weight of two or three dimensions but the embedding, the head and the gates."""
+    """Muon takes every matrix but the embedding, the head and the gates."""
     excluded = ("embed", "lm_head", "gate.weight", "router")
     return parameter.ndim >= 2 and not any(word in name for word in excluded)
 
@@ -52,7 +53,7 @@ class MuonAdam:
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], rates: Rates) -> None:
         self.rates = rates
-        self.groups: dict[tuple[int, int], list[nn.Parameter]] = {}
+        self.groups: dict[tuple[int, int], list[Tensor]] = {}
         rest: list[nn.Parameter] = []
         for name, parameter in named:
             if is_matrix(name, parameter):
@@ -83,7 +84,8 @@ class MuonAdam:
         for shape, group in self.groups.items():
             gradient = torch.cat([_gradient(p).view(-1, *shape) for p in group])
             update = _muon_update(gradient, self.momentum[shape], momentum)
-            updates = update.split([p.numel() // (shape[0] * shape[1]) for p in group])
+            counts = [p.numel() // (shape[0] * shape[1]) for p in group]
+            updates = torch.split_with_sizes(update, counts)
             with torch.no_grad():
                 torch._foreach_mul_(group, 1.0 - rate * self.rates.muon_decay)
                 deltas = [u.view_as(p) for u, p in zip(updates, group, strict=True)]
@@ -107,7 +109,7 @@ class MuonAdam:
         self.adam.load_state_dict(state["adam"])
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
@@ -116,4 +118,5 @@ def _muon_update(gradient: Tensor, momentum_state: Tensor, momentum: float) -> T
     momentum_state.lerp_(gradient, 1.0 - momentum)
     direction = gradient.lerp(momentum_state, momentum)
     rows, columns = direction.shape[-2:]
-    return orthogonalise(direction) * (0.2 * float(max(rows, columns)) ** 0.5)
+    scale = 0.2 * math.sqrt(max(rows, columns))
+    return orthogonalise(direction) * scale

@@ -59,7 +59,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS],
+        special_tokens=[
+            AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS
+        ],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -68,7 +70,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, as a model directory has them."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {

@@ -1,8 +1,9 @@
 """Train the small chat model: `python -m pdmesh.tools.train_tiny --help`.
 
 Stages: pretraining at a constant rate, annealing at the full context with the rate falling to
-zero, fine-tuning on dialogues, and an optional polish on the hand-written ones. Every stage is bounded by time, so a run always ends; a
-checkpoint with the optimizer's state is written along the way and `--resume` goes on from it.
+zero, fine-tuning on dialogues, and an optional polish on the hand-written ones. Every stage is
+bounded by time, so a run always ends; a checkpoint with the optimizer's state is written along
+the way and `--resume` goes on from it.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Trainer:
         else:
             self.model = build_model(args.model_dir, self.device, args.seed)
         self.network = network_of(self.model)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.parameters: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
         rates = Rates(muon=args.muon_rate, adam=args.adam_rate, muon_decay=args.decay)
         self.optimizer = MuonAdam(
             ((n, p) for n, p in self.model.named_parameters() if p.requires_grad), rates
@@ -137,7 +138,7 @@ class Trainer:
         """One update; returns the losses and the largest expert share, [3] on the device."""
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
             main, mtp, load = self.losses(tokens, weights, self.teacher)
-        (main + stage.mtp_weight * mtp).backward()
+        torch.autograd.backward([main + stage.mtp_weight * mtp])
         if stage.warmup_steps and self.steps < stage.warmup_steps:
             rate *= (self.steps + 1) / stage.warmup_steps
         self.optimizer.step(rate)
@@ -153,7 +154,7 @@ class Trainer:
         return torch.stack([main.detach(), mtp.detach(), share])
 
     def run_stage(self, stage: Stage) -> None:
-        """Train until the stage's minutes are over, or a file named `next` is in the work folder."""
+        """Train until the stage's minutes are over or the work folder has a file `next`."""
         sequences = max(1, self.args.batch_tokens // stage.context)
         self.network.mode = Mode(self.args.dropout, self.args.experts == "grouped")
         clock = _StageClock(stage, self.args.max_steps)
@@ -279,7 +280,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--pretrain-minutes", type=float, default=8.0)
     add("--anneal-minutes", type=float, default=6.0)
     add("--sft-minutes", type=float, default=1.5)
-    add("--polish-minutes", type=float, default=0.0, help="more on the seed dialogues; CPU is enough")
+    add(
+        "--polish-minutes",
+        type=float,
+        default=0.0,
+        help="more on the seed dialogues; CPU is enough",
+    )
     add("--polish-rate", type=float, default=0.03)
     add("--init", type=Path, help="model folder to start from instead of random weights")
     add("--batch-tokens", type=int, default=65536, help="tokens a step")

@@ -30,9 +30,9 @@ from pdmesh.wire.messages import PROTOCOL_VERSION
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-MAX_PUBLIC_MESSAGE = 4 * 1024 * 1024
-"""Bytes of one public request (about a million tokens of text); larger ones are refused with
-RESOURCE_EXHAUSTED before they are parsed."""
+MAX_PUBLIC_MESSAGE = 8 * 1024 * 1024
+"""Bytes of one public request: a million token ids, or six megabytes of text. Larger ones are
+refused with RESOURCE_EXHAUSTED before they are parsed; the connection stays usable."""
 
 MAX_INTERNAL_MESSAGE = 64 * 1024 * 1024
 """Bytes of one internal message: token ids and hashes of the longest context fit many times."""

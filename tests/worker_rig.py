@@ -1,0 +1,336 @@
+"""Prefill and decode workers in one event loop: a real model, real pages, real transfers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+import torch
+from model_cases import tiny_model, tokens_of
+
+from pdmesh.decode.leases import DecodeLimits
+from pdmesh.decode.runner import DecodeRunner
+from pdmesh.decode.scheduler import DecodeScheduler
+from pdmesh.decode.worker import DecodeWorker
+from pdmesh.kvcache.manager import KvManager
+from pdmesh.kvcache.store import LatentStore
+from pdmesh.kvtransfer.loopback import LoopbackListener
+from pdmesh.kvtransfer.receiver import TransferReceiver
+from pdmesh.kvtransfer.tcp import TcpListener
+from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.page_format import page_format
+from pdmesh.model.reference import generate_reference
+from pdmesh.prefill.runner import PrefillRunner
+from pdmesh.prefill.scheduler import PrefillScheduler
+from pdmesh.prefill.work import PrefillLimits
+from pdmesh.prefill.worker import PrefillWorker
+from pdmesh.wire.hashes import page_hashes, root_hash
+from pdmesh.wire.messages import (
+    FirstToken,
+    Lease,
+    PrefillRequest,
+    ReleaseRequest,
+    ReserveRequest,
+    StreamRequest,
+    TokenChunk,
+)
+from pdmesh.wire.sampling import SamplingParams
+
+PAGE = 64
+SECRET = b"k" * 32
+PATIENCE = 30.0
+"""Seconds after which a test gives up; never reached when all is well."""
+MODEL = tiny_model()
+VOCAB = MODEL.config.vocab_size
+WITHOUT_MTP = DeepseekV3(MODEL.config, mtp=False).requires_grad_(False).eval()
+WITHOUT_MTP.load_state_dict(
+    {name: value for name, value in MODEL.state_dict().items() if not name.startswith("mtp.")}
+)
+
+
+def reference(prompt, max_tokens):
+    return generate_reference(MODEL, prompt, max_tokens)
+
+
+def prompt_of(length, seed=0):
+    return tokens_of(length, 1000 * length + seed, VOCAB)
+
+
+class Gate:
+    """A runner whose steps can be held, counted, and made to fail."""
+
+    def __init__(self, runner):
+        self._runner = runner
+        self._open = threading.Event()
+        self._open.set()
+        self.entered = threading.Semaphore(0)
+        self.batches: list[int] = []
+        self.failure: Exception | None = None
+
+    def hold(self):
+        self._open.clear()
+
+    def let_go(self):
+        self._open.set()
+
+    async def step_begins(self):
+        """Waits until a step that began after the last call is under way."""
+        await asyncio.to_thread(self.entered.acquire, timeout=PATIENCE)
+
+    def step(self, rows):
+        self.batches.append(len(rows))
+        self.entered.release()
+        assert self._open.wait(PATIENCE)
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        return self._runner.step(rows)
+
+
+class ScriptedDrafts(DecodeRunner):
+    """Drafts the true continuation where it is known, but for every third output position."""
+
+    truth: dict[tuple[int, ...], list[int]]
+
+    def _draft(self, sequences):
+        drafts = super()._draft(sequences)
+        for s, draft in zip(sequences, drafts, strict=True):
+            known = self.truth.get(tuple(s.tokens[:PAGE]), [])
+            if draft and s.output_position < len(known):
+                right = known[s.output_position]
+                draft[0] = (right + 1) % VOCAB if s.output_position % 3 == 2 else right
+        return drafts
+
+
+@dataclass
+class Options:
+    mtp: bool = True
+    transport: str = "tcp"
+    pages: int = 64
+    chunk_tokens: int = 128
+    max_queue: int = 100
+    max_batch: int = 8
+    lease_idle_s: float = 60.0
+    prefills: int = 1
+    decodes: int = 1
+    one_sided: bool = False
+    truth: dict = field(default_factory=dict)
+
+    @property
+    def model(self):
+        return MODEL if self.mtp else WITHOUT_MTP
+
+
+class Side:
+    """What both kinds of workers have: pages and a gate before the compute thread."""
+
+    def __init__(self, fmt, options):
+        self.evicted: list[bytes] = []
+        self.published: list[bytes] = []
+        self.kv = KvManager(options.pages, PAGE, self.published.extend, self.evicted.extend)
+        self.store = LatentStore(
+            options.pages, fmt.num_layers, PAGE, fmt.latent_width, torch.float32
+        )
+        self.store.tensor.fill_(float("nan"))
+
+
+class PrefillSide(Side):
+    def __init__(self, fmt, options):
+        super().__init__(fmt, options)
+        self.gate = Gate(PrefillRunner(options.model, self.store, PAGE, options.mtp))
+        scheduler = PrefillScheduler(options.chunk_tokens, PAGE, options.max_queue)
+        limits = PrefillLimits(fmt, VOCAB, MODEL.config.max_position_embeddings, SECRET)
+        self.worker = PrefillWorker(self.gate, self.kv, self.store, scheduler, limits)
+
+    def busy(self):
+        return [self.worker.queued, self.worker.running, self.worker.finishing]
+
+
+class DecodeSide(Side):
+    def __init__(self, fmt, options):
+        super().__init__(fmt, options)
+        if options.transport == "tcp":
+            self.listener = TcpListener(fmt)
+        else:
+            self.listener = LoopbackListener(fmt, one_sided=options.one_sided)
+        self.receiver = TransferReceiver(self.store, [self.listener])
+        self.receiver.start()
+        runner = ScriptedDrafts(options.model, self.store, PAGE)
+        runner.truth = options.truth
+        self.gate = Gate(runner)
+        limits = DecodeLimits(
+            instance="decode",
+            page_format=fmt,
+            vocab_size=VOCAB,
+            max_context=MODEL.config.max_position_embeddings,
+            hidden_size=MODEL.config.hidden_size,
+            secret=SECRET,
+            lease_idle_s=options.lease_idle_s,
+        )
+        scheduler = DecodeScheduler(options.max_batch)
+        self.worker = DecodeWorker(self.gate, self.kv, self.receiver, scheduler, limits)
+
+    def busy(self):
+        return [self.worker.queued, self.worker.running, self.worker.leases]
+
+
+@dataclass
+class Answer:
+    """A finished request; ``chunks`` are those of decode."""
+
+    first: FirstToken
+    lease: Lease
+    chunks: list[TokenChunk] = field(default_factory=list)
+
+    @property
+    def tokens(self):
+        return [self.first.token_id, *(t for c in self.chunks for t in c.token_ids)]
+
+    @property
+    def logprobs(self):
+        return [self.first.logprobs, *(p for c in self.chunks for p in c.logprobs)]
+
+    @property
+    def finish(self):
+        return self.chunks[-1].finish if self.chunks else None
+
+
+class Rig:
+    """Workers, and the router's part in a request, step by step."""
+
+    def __init__(self, options):
+        self.options = options
+        self.format = page_format(MODEL.config, "tiny", "weights", "float32", options.mtp)
+        self.prefills = [PrefillSide(self.format, options) for _ in range(options.prefills)]
+        self.decodes = [DecodeSide(self.format, options) for _ in range(options.decodes)]
+        self.loops = [
+            asyncio.ensure_future(side.worker.run()) for side in (*self.prefills, *self.decodes)
+        ]
+
+    @property
+    def prefill(self):
+        return self.prefills[0]
+
+    @property
+    def decode(self):
+        return self.decodes[0]
+
+    def hashes(self, prompt, tenant=""):
+        root = root_hash(SECRET, self.format.fingerprint(), tenant)
+        return tuple(page_hashes(SECRET, root, prompt, PAGE))
+
+    async def reserve(self, prompt, max_tokens=8, decode=0, deadline_ms=60_000, **fields):
+        request = ReserveRequest(
+            request_id=fields.pop("request_id", "r"),
+            attempt=1,
+            num_prompt_tokens=len(prompt),
+            hashes=self.hashes(prompt),
+            max_tokens=max_tokens,
+            deadline_ms=deadline_ms,
+        )
+        return await self.decodes[decode].worker.reserve(request)
+
+    def prefill_request(self, prompt, lease, sampling=None, **fields):
+        return PrefillRequest(
+            request_id=fields.pop("request_id", "r"),
+            attempt=1,
+            token_ids=tuple(prompt),
+            sampling=sampling or SamplingParams(max_tokens=8),
+            lease=lease,
+            deadline_ms=60_000,
+            **fields,
+        )
+
+    async def compute(self, prompt, lease, sampling=None, prefill=0, **fields):
+        request = self.prefill_request(prompt, lease, sampling, **fields)
+        return await self.prefills[prefill].worker.prefill(request)
+
+    def stream_request(self, prompt, lease, first, sampling=None, **fields):
+        return StreamRequest(
+            lease_id=lease.lease_id,
+            generation=lease.generation,
+            request_id="r",
+            attempt=1,
+            token_ids=tuple(prompt),
+            first_token=first.token_id,
+            sampling=sampling or SamplingParams(max_tokens=8),
+            **fields,
+        )
+
+    async def read(self, prompt, lease, first, sampling=None, decode=0, **fields):
+        request = self.stream_request(prompt, lease, first, sampling, **fields)
+        chunks = []
+        async with aclosing(self.decodes[decode].worker.stream(request)) as stream:
+            async for chunk in stream:
+                chunks.append(chunk)
+        return chunks
+
+    async def release(self, lease, reason="finished", decode=0):
+        await self.decodes[decode].worker.release(
+            ReleaseRequest(lease_id=lease.lease_id, reason=reason)
+        )
+
+    async def ask(self, prompt, max_tokens=8, prefill=0, decode=0, eos=(), **sampling):
+        """One request as the router makes it."""
+        params = SamplingParams(max_tokens=max_tokens, **sampling)
+        lease = await self.reserve(prompt, max_tokens, decode)
+        try:
+            first = await self.compute(prompt, lease, params, prefill)
+            answer = Answer(first, lease)
+            if max_tokens > 1:
+                answer.chunks = await self.read(
+                    prompt, lease, first, params, decode, eos_token_ids=tuple(eos)
+                )
+            return answer
+        finally:
+            await self.release(lease, decode=decode)
+
+    def problems(self):
+        """What is not at rest."""
+        found = []
+        for side in (*self.prefills, *self.decodes):
+            pool, name = side.kv.status(), type(side).__name__
+            found += [f"{name}: {problem}" for problem in side.worker.check_integrity()]
+            if pool.free + pool.cached != pool.total or side.kv.num_reservations:
+                found.append(f"{name}: {pool}, {side.kv.num_reservations} reservations")
+            if any(side.busy()):
+                found.append(f"{name}: busy {side.busy()}")
+        return found
+
+    async def rest(self):
+        """Waits until nothing is in use; what stays is a leak."""
+        await until(lambda: not self.problems(), self.problems)
+
+
+async def until(condition, explain=lambda: "it never happened"):
+    """Waits for a condition that other tasks or threads bring about."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + PATIENCE
+    while not condition():
+        assert loop.time() < end, explain()
+        await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def rig(**options):
+    """A rig that is at rest in the end, with its loops alive."""
+    made = Rig(Options(**options))
+    try:
+        yield made
+        for side in (*made.prefills, *made.decodes):
+            side.gate.let_go()
+        await made.rest()
+        assert not any(loop.done() for loop in made.loops)
+    finally:
+        for side in (*made.prefills, *made.decodes):
+            side.gate.let_go()
+        for loop in made.loops:
+            loop.cancel()
+        await asyncio.wait(made.loops)
+        for side in made.prefills:
+            await side.worker.close(grace=1.0)
+        for side in made.decodes:
+            side.worker.close()
+            side.receiver.close()
