@@ -20,6 +20,7 @@ from pdmesh.kvtransfer import frames
 from pdmesh.kvtransfer.frames import BadFrame, Hello, Kind, pack, to_frame
 from pdmesh.kvtransfer.sender import TransferSender
 from pdmesh.kvtransfer.tcp import TcpDialer, TcpListener
+from pdmesh.kvtransfer.tcp_link import send_all
 from pdmesh.kvtransfer.transport import Open, Write
 from pdmesh.wire.codec import encode
 from pdmesh.wire.errors import ConfigError, Incompatible, InvalidRequest, TransferFailed
@@ -294,21 +295,60 @@ def test_a_push_waits_while_the_queue_is_full_and_goes_on_when_there_is_room():
         assert rig.arrived(lease, range(8))
 
 
-def test_an_abort_wakes_a_push_that_waits_and_gives_up_on_a_stuck_peer():
+def test_an_abort_wakes_a_push_that_waits_behind_another_transfer():
     fmt = wide_format(1 << 16)
     proxy = Proxy()
     with tcp_rig(fmt, proxy, dialers=[TcpDialer(max_queued_bytes=fmt.page_layer_bytes)]) as rig:
-        transfer = rig.sender.open(rig.lease(pages=tuple(range(8))))
+        big, small = rig.lease("big", range(7)), rig.lease("small", (7,))
+        first, second = rig.sender.open(big), rig.sender.open(small)
         proxy.hold()
-        pusher = threading.Thread(target=rig.push_all, args=(transfer,))
-        pusher.start()
-        transfer.abort("cancelled", grace=0.1)
-        assert transfer.settled
-        pusher.join(PATIENCE)
-        assert not pusher.is_alive()
+        pushers = [threading.Thread(target=rig.push_all, args=(it,)) for it in (first, second)]
+        pushers[0].start()
+        pushers[0].join(0.2)
+        pushers[1].start()
+        second.abort("cancelled")
+        pushers[1].join(PATIENCE)
+        assert not pushers[1].is_alive()
+        assert pushers[0].is_alive(), "the connection was to be full all the while"
+        proxy.release()
+        pushers[0].join(PATIENCE)
+        rig.finish(first)
+        assert rig.arrived(big, range(7))
+        assert rig.receiver.cancel("small")
+
+
+def test_an_abort_gives_up_the_connection_to_a_peer_that_takes_nothing():
+    fmt = wide_format(1 << 20)
+    proxy = Proxy()
+    with tcp_rig(fmt, proxy, num_pages=1) as rig:
+        transfer = rig.sender.open(rig.lease(pages=(0,)))
+        (link,) = rig.sender._links.values()
+        proxy.hold()
+        rig.push(transfer, 0, 0)
+        with link._changed:
+            assert link._changed.wait_for(lambda: not link._queue, PATIENCE)
+        transfer.abort("cancelled", grace=0.05)
+        assert transfer.settled, "16 MiB are under way and will never be taken"
+        assert link.closed
         proxy.release()
         with pytest.raises(TransferFailed):
             rig.wait()
+
+
+def test_a_kernel_that_takes_a_few_bytes_at_a_time_gets_them_all_in_order():
+    class Trickle:
+        def __init__(self) -> None:
+            self.got = bytearray()
+
+        def sendmsg(self, parts: list[memoryview]) -> int:
+            taken = b"".join(parts)[:7]
+            self.got += taken
+            return len(taken)
+
+    sock = Trickle()
+    parts = [bytes([n]) * n for n in range(20)]
+    send_all(sock, parts)
+    assert sock.got == b"".join(parts)
 
 
 JUNK = {
@@ -381,6 +421,16 @@ def test_a_write_outside_of_the_lease_is_refused_and_fails_it():
             with pytest.raises(TransferFailed, match="not part of the lease"):
                 rig.wait()
         assert rig.target.tensor.count_nonzero() == 0
+
+
+def test_a_write_of_another_length_ends_its_connection():
+    with tcp_rig() as rig:
+        rig.lease("a", (1,))
+        with greeted(rig) as sock:
+            sock.sendall(b"".join(to_frame(Open("a", 1))))
+            sock.sendall(b"".join(to_frame(Write("a", 1, 0, 0, memoryview(b"short"), 0))))
+            with pytest.raises(TransferFailed, match="a WRITE frame of 5 bytes"):
+                rig.wait()
 
 
 def test_another_protocol_version_is_refused_naming_both():

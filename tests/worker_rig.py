@@ -16,6 +16,7 @@ from pdmesh.decode.scheduler import DecodeScheduler
 from pdmesh.decode.worker import DecodeWorker
 from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
+from pdmesh.kvtransfer.faults import Faults
 from pdmesh.kvtransfer.loopback import LoopbackListener
 from pdmesh.kvtransfer.receiver import TransferReceiver
 from pdmesh.kvtransfer.tcp import TcpListener
@@ -28,6 +29,7 @@ from pdmesh.prefill.work import PrefillLimits
 from pdmesh.prefill.worker import PrefillWorker
 from pdmesh.wire.hashes import page_hashes, root_hash
 from pdmesh.wire.messages import (
+    Fin,
     FirstToken,
     Lease,
     PrefillRequest,
@@ -116,6 +118,7 @@ class Options:
     prefills: int = 1
     decodes: int = 1
     one_sided: bool = False
+    stall_after: int | None = None
     truth: dict = field(default_factory=dict)
 
     @property
@@ -154,7 +157,9 @@ class DecodeSide(Side):
         if options.transport == "tcp":
             self.listener = TcpListener(fmt)
         else:
-            self.listener = LoopbackListener(fmt, one_sided=options.one_sided)
+            self.listener = LoopbackListener(
+                fmt, Faults(stall_after=options.stall_after), one_sided=options.one_sided
+            )
         self.receiver = TransferReceiver(self.store, [self.listener])
         self.receiver.start()
         runner = ScriptedDrafts(options.model, self.store, PAGE)
@@ -287,6 +292,24 @@ class Rig:
         finally:
             await self.release(lease, decode=decode)
 
+    async def arrive(self, lease, token, hidden):
+        """Delivers the pages a lease lacks, with any contents, and a FIN of one's own making."""
+        sender = self.prefill.worker._sender
+        transfer = await asyncio.to_thread(sender.open, lease)
+        layers = self.format.num_layers
+        for page in range(lease.cached_pages, lease.num_pages):
+            for layer in range(layers):
+                transfer.push(page, layer, self.prefill.store.read(0, layer))
+        fin = Fin(
+            lease_id=lease.lease_id,
+            generation=lease.generation,
+            request_id="r",
+            num_writes=(lease.num_pages - lease.cached_pages) * layers,
+            first_token=token,
+            last_hidden=hidden,
+        )
+        await asyncio.to_thread(transfer.finish, fin)
+
     def problems(self):
         """What is not at rest."""
         found = []
@@ -298,6 +321,18 @@ class Rig:
             if any(side.busy()):
                 found.append(f"{name}: busy {side.busy()}")
         return found
+
+    async def close(self):
+        for side in (*self.prefills, *self.decodes):
+            side.gate.let_go()
+        for loop in self.loops:
+            loop.cancel()
+        await asyncio.wait(self.loops)
+        for side in self.prefills:
+            await side.worker.close(grace=1.0)
+        for side in self.decodes:
+            side.worker.close()
+            side.receiver.close()
 
     async def rest(self):
         """Waits until nothing is in use; what stays is a leak."""
@@ -324,13 +359,4 @@ async def rig(**options):
         await made.rest()
         assert not any(loop.done() for loop in made.loops)
     finally:
-        for side in (*made.prefills, *made.decodes):
-            side.gate.let_go()
-        for loop in made.loops:
-            loop.cancel()
-        await asyncio.wait(made.loops)
-        for side in made.prefills:
-            await side.worker.close(grace=1.0)
-        for side in made.decodes:
-            side.worker.close()
-            side.receiver.close()
+        await made.close()

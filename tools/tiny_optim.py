@@ -29,7 +29,8 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).to(matrices.dtype)
+    oriented: Tensor = x.mT if tall else x
+    return oriented.to(matrices.dtype)
 
 
 @dataclass(frozen=True)
