@@ -17,6 +17,8 @@ from pdmesh.model.weights import load_model
 PAGE = 64
 NEW_TOKENS = 8
 NUM_PROMPTS = 204
+SAMPLE = 64
+"""Prompts of ``make test``: every boundary length, and some others; ``make test-full`` runs all."""
 
 
 def lengths() -> list[int]:
@@ -31,17 +33,18 @@ def lengths() -> list[int]:
 
 @pytest.fixture(scope="module")
 def model():
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     return load_model(shipped_model(), torch.float32, torch.device("cpu"))
 
 
-@pytest.fixture(scope="module")
-def prompts(model):
-    """Half random ids, where choices are close; half running text."""
+@pytest.fixture(scope="module", params=["sample", pytest.param("all", marks=pytest.mark.full)])
+def prompts(model, request):
+    """Half random ids, where choices are close; half repeating ones, where drafts are right."""
     rng = random.Random(7)
     vocab = model.config.vocab_size
     found = []
-    for i, length in enumerate(lengths()):
+    chosen = lengths()[: SAMPLE if request.param == "sample" else None]
+    for i, length in enumerate(chosen):
         if i % 2:
             found.append([rng.randrange(20, vocab) for _ in range(length)])
         else:
@@ -78,7 +81,7 @@ async def answers(stub, prompts, tenant, at_once):
 async def test_no_token_differs_from_the_single_process_reference(mesh, prompts, expected, at_once):
     async with meshes.chat_stub(mesh.address) as stub:
         for state in ("cold", "warm"):
-            got = await answers(stub, prompts, f"tenant-{at_once}", at_once)
+            got = await answers(stub, prompts, f"tenant-{len(prompts)}-{at_once}", at_once)
             wrong = [
                 (len(prompt), answer.token_ids, want)
                 for prompt, answer, want in zip(prompts, got, expected, strict=True)

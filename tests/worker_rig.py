@@ -61,30 +61,37 @@ def prompt_of(length, seed=0):
 
 
 class Gate:
-    """A runner whose steps can be held, counted, and made to fail."""
+    """A runner whose steps can be held, let through one by one, and made to fail."""
 
     def __init__(self, runner):
         self._runner = runner
-        self._open = threading.Event()
-        self._open.set()
-        self.entered = threading.Semaphore(0)
+        self._held = False
+        self._permits = threading.Semaphore(0)
+        self._entered = threading.Semaphore(0)
         self.batches: list[int] = []
+        """Rows' owners in each step that began."""
         self.failure: Exception | None = None
+        """What the next step raises."""
 
     def hold(self):
-        self._open.clear()
+        self._held = True
 
     def let_go(self):
-        self._open.set()
+        self._held = False
+        self._permits.release(1000)
+
+    def let_one_through(self):
+        self._permits.release()
 
     async def step_begins(self):
-        """Waits until a step that began after the last call is under way."""
-        await asyncio.to_thread(self.entered.acquire, timeout=PATIENCE)
+        """Waits for the next step not yet waited for to begin."""
+        assert await asyncio.to_thread(self._entered.acquire, timeout=PATIENCE)
 
     def step(self, rows):
         self.batches.append(len(rows))
-        self.entered.release()
-        assert self._open.wait(PATIENCE)
+        held = self._held
+        self._entered.release()
+        assert not held or self._permits.acquire(timeout=PATIENCE)
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
@@ -309,6 +316,12 @@ class Rig:
             last_hidden=hidden,
         )
         await asyncio.to_thread(transfer.finish, fin)
+
+    async def told_of_failure(self):
+        """Waits until the prefill worker knows that what it pushes is not wanted."""
+        await until(
+            lambda: all(work.transfer.failure for work in self.prefill.worker._work.values())
+        )
 
     def problems(self):
         """What is not at rest."""

@@ -57,9 +57,10 @@ def stages(args: argparse.Namespace) -> list[Stage]:
 class _StageClock:
     """Where a stage stands in time. The clock starts after two steps: compiling does not count."""
 
-    def __init__(self, stage: Stage, max_steps: int) -> None:
+    def __init__(self, stage: Stage, max_steps: int, look_every: int) -> None:
         self.stage = stage
         self.max_steps = max_steps
+        self.look_every = look_every
         self.steps = self.epochs = self.tokens = 0
         self.passed = 0.0
         self.began = time.monotonic()
@@ -71,7 +72,7 @@ class _StageClock:
         self.tokens += tokens
         if self.max_steps and self.steps >= self.max_steps:
             self.passed = 1.0
-        return self.steps == 2 or self.steps % 20 == 0
+        return self.steps == 2 or self.steps % self.look_every == 0
 
     def read(self) -> None:
         """Bring `passed` up to date; the device has just been waited for."""
@@ -157,7 +158,7 @@ class Trainer:
         """Train until the stage's minutes are over or the work folder has a file `next`."""
         sequences = max(1, self.args.batch_tokens // stage.context)
         self.network.mode = Mode(self.args.dropout, self.args.experts == "grouped")
-        clock = _StageClock(stage, self.args.max_steps)
+        clock = _StageClock(stage, self.args.max_steps, self.args.look_every)
         while clock.passed < 1.0:
             clock.epochs += 1
             for tokens, weights in self.batches.batches(stage.mix, sequences, stage.context):
@@ -174,7 +175,7 @@ class Trainer:
         if not all(math.isfinite(value) for value in values):
             raise SystemExit(f"a loss is not a number at step {self.steps}")
         clock.read()
-        if clock.steps % 100 == 0:
+        if clock.steps % (5 * clock.look_every) == 0:
             print(clock.line(values, rate), flush=True)
         if clock.due("score", self.args.score_seconds):
             self.score(f"{clock.stage.name}-{clock.steps}", averaged=True)
@@ -302,6 +303,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--teacher-share", type=float, default=0.5, help="share of the loss against the teacher")
     add("--seed", type=int, default=1)
     add("--max-steps", type=int, default=0, help="at most so many steps a stage (0: no limit)")
+    add("--look-every", type=int, default=20, help="steps between looks at clock and losses")
     add("--score-seconds", type=float, default=60.0)
     add("--save-seconds", type=float, default=120.0)
     add("--score-documents", type=int, default=200)

@@ -1,0 +1,335 @@
+"""The prefill worker with a real model, real pages and real transfers: chunks, cancels, faults."""
+
+import asyncio
+import threading
+
+import msgspec
+import pytest
+from worker_rig import PAGE, VOCAB, Options, Rig, prompt_of, reference, rig, until
+
+from pdmesh.wire.errors import (
+    Incompatible,
+    InternalError,
+    InvalidRequest,
+    LeaseGone,
+    Overloaded,
+    TransferFailed,
+)
+from pdmesh.wire.sampling import SamplingParams
+
+
+def later(coroutine):
+    return asyncio.ensure_future(coroutine)
+
+
+# ---- what is computed ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mtp", [True, False], ids=["mtp", "no-mtp"])
+@pytest.mark.parametrize("chunk_tokens", [PAGE, 3 * PAGE, 1000])
+async def test_the_answer_does_not_depend_on_how_a_prompt_was_cut(chunk_tokens, mtp):
+    prompts = [prompt_of(n) for n in (5 * PAGE - 1, 5 * PAGE, 5 * PAGE + 1)]
+    async with rig(chunk_tokens=chunk_tokens, mtp=mtp) as mesh:
+        for prompt in prompts:
+            answer = await mesh.ask(prompt, 12)
+            assert answer.tokens == reference(prompt, 12)
+        assert len(mesh.prefill.gate.batches) >= 3 * 5 * PAGE // (chunk_tokens + PAGE)
+
+
+async def test_pages_are_bitwise_the_same_on_both_sides_and_however_cut():
+    """The MTP layer too: its inputs are carried over the cuts. Slot 0 of a sequence stays empty."""
+    prompt = prompt_of(3 * PAGE + 7)
+    copies = []
+    for chunk_tokens in (PAGE, 1000):
+        async with rig(chunk_tokens=chunk_tokens) as mesh:
+            await mesh.ask(prompt, 2)
+            for side in (mesh.prefill, mesh.decode):
+                held = side.kv.reserve(mesh.hashes(prompt), 4, 4)
+                assert held.matched == 3
+                copies.append(side.store.tensor[held.pages].clone())
+                held.release()
+    for copy in copies:
+        copy[0, -1, 0] = 0.0
+        assert not copy.isnan().any()
+        assert (copy == copies[0]).all()
+
+
+@pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1])
+@pytest.mark.parametrize("mtp", [True, False], ids=["mtp", "no-mtp"])
+async def test_a_prompt_sent_again_is_recomputed_by_one_or_two_positions(length, mtp):
+    """Compare GeeeekExplorer/nano-vllm#114. The decode worker is new each time."""
+    prompt = prompt_of(length)
+    longer = [*prompt, *prompt_of(PAGE, 1)]
+    async with rig(mtp=mtp, decodes=4) as mesh:
+        first = await mesh.ask(prompt, 4, logprobs=2)
+        await mesh.ask(longer, 2, decode=1)
+        pages = mesh.prefill.kv.reserve(mesh.hashes(prompt), length // PAGE, length // PAGE)
+        before = mesh.prefill.store.tensor[pages.pages].clone()
+        for decode in (2, 3):
+            computed = mesh.prefill.worker.tokens_computed
+            again = await mesh.ask(prompt, 4, decode=decode, logprobs=2)
+            assert again.tokens == first.tokens == reference(prompt, 4)
+            assert again.logprobs == first.logprobs
+            cached = min(length // PAGE * PAGE, length - 1)
+            assert again.first.cached_tokens == cached
+            assert again.first.computed_tokens == length - cached
+            extra = int(mtp and cached > 0 and length % PAGE > 0)
+            assert mesh.prefill.worker.tokens_computed - computed == length - cached + extra
+        after = mesh.prefill.store.tensor[pages.pages]
+        assert (before.nan_to_num(7) == after.nan_to_num(7)).all(), "shared pages are not written"
+        pages.release()
+
+
+async def test_prompts_share_steps_and_wait_for_pages_in_order():
+    prompts = [prompt_of(PAGE), *(prompt_of(3 * PAGE, seed) for seed in range(5))]
+    async with rig(pages=8, chunk_tokens=4 * PAGE, decodes=6) as mesh:
+        mesh.prefill.gate.hold()
+        asking = [later(mesh.ask(p, 3, decode=i)) for i, p in enumerate(prompts)]
+        await mesh.prefill.gate.step_begins()
+        await until(lambda: mesh.prefill.worker.queued == 5)
+        mesh.prefill.gate.let_go()
+        answers = await asyncio.gather(*asking)
+        assert [a.tokens for a in answers] == [reference(p, 3) for p in prompts]
+        assert max(mesh.prefill.gate.batches) == 2
+        assert mesh.prefill.evicted, "the pool is too small for all of them"
+
+
+# ---- refusals -----------------------------------------------------------------------------
+
+
+async def test_bad_requests_are_refused_before_they_touch_anything():
+    prompt = prompt_of(70)
+    async with rig(pages=8) as mesh:
+        lease = await mesh.reserve(prompt)
+        request = mesh.prefill_request(prompt, lease)
+        changed = msgspec.structs.replace
+        bad_format = changed(lease.page_format, latent_width=1)
+        for wrong, error, word in [
+            (changed(request, token_ids=()), InvalidRequest, "no tokens"),
+            (changed(request, token_ids=tuple([1] * 1024)), InvalidRequest, "context"),
+            (changed(request, token_ids=tuple([1] * 9 * PAGE)), InvalidRequest, "has 8"),
+            (changed(request, token_ids=(*prompt[:-1], VOCAB)), InvalidRequest, "token_ids"),
+            (changed(request, token_ids=tuple(prompt[:10])), InvalidRequest, "for 2 pages"),
+            (changed(request, output_offset=-1), InvalidRequest, "output_offset"),
+            (changed(request, sampling=SamplingParams(top_p=0.0)), InvalidRequest, "top_p"),
+            (changed(request, lease=changed(lease, cached_pages=3)), InvalidRequest, "3 of them"),
+            (changed(request, lease=changed(lease, page_format=bad_format)), Incompatible, "width"),
+        ]:
+            with pytest.raises(error, match=word):
+                await mesh.prefill.worker.prefill(wrong)
+        first = await mesh.prefill.worker.prefill(request)
+        assert len(await mesh.read(prompt, lease, first)) >= 1
+
+
+async def test_a_second_prefill_of_a_lease_is_refused_and_the_first_goes_on():
+    prompt = prompt_of(70)
+    async with rig() as mesh:
+        lease = await mesh.reserve(prompt)
+        mesh.prefill.gate.hold()
+        computing = later(mesh.compute(prompt, lease))
+        await mesh.prefill.gate.step_begins()
+        with pytest.raises(LeaseGone):
+            await mesh.compute(prompt, lease)
+        mesh.prefill.gate.let_go()
+        first = await computing
+        with pytest.raises(LeaseGone):
+            await mesh.compute(prompt, lease)
+        assert first.token_id == reference(prompt, 1)[0]
+        assert len(await mesh.read(prompt, lease, first)) >= 1
+
+
+async def test_a_full_queue_refuses_and_leaves_nothing_behind():
+    async with rig(max_queue=1) as mesh:
+        mesh.prefill.gate.hold()
+        leases = [await mesh.reserve(prompt_of(70, seed)) for seed in range(3)]
+        running = later(mesh.compute(prompt_of(70, 0), leases[0]))
+        await mesh.prefill.gate.step_begins()
+        queued = later(mesh.compute(prompt_of(70, 1), leases[1]))
+        await until(lambda: mesh.prefill.worker.queued == 1)
+        with pytest.raises(Overloaded):
+            await mesh.compute(prompt_of(70, 2), leases[2])
+        mesh.prefill.gate.let_go()
+        await asyncio.gather(running, queued)
+        for lease in leases:
+            await mesh.release(lease)
+        assert mesh.prefill.worker.cancelled == 0
+
+
+# ---- cancellation -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["tcp", "loopback"])
+@pytest.mark.parametrize("when", ["opening", "queued", "first chunk", "last chunk"])
+async def test_a_cancelled_prompt_is_gone_and_counted_once(when, transport):
+    other, prompt = prompt_of(2 * PAGE), prompt_of(2 * PAGE, 1)
+    async with rig(chunk_tokens=PAGE, transport=transport) as mesh:
+        worker, gate = mesh.prefill.worker, mesh.prefill.gate
+        lease = await mesh.reserve(prompt)
+        gate.hold()
+        opened = threading.Event()
+        if when == "opening":
+            really = worker._sender.open
+            entered = threading.Event()
+
+            def slowly(lease):
+                entered.set()
+                assert opened.wait(30)
+                return really(lease)
+
+            worker._sender.open = slowly
+            computing = later(mesh.compute(prompt, lease))
+            await asyncio.to_thread(entered.wait, 30)
+        elif when == "queued":
+            other_lease = await mesh.reserve(other)
+            ahead = later(mesh.compute(other, other_lease))
+            await gate.step_begins()
+            computing = later(mesh.compute(prompt, lease))
+            await until(lambda: worker.queued == 1)
+        else:
+            computing = later(mesh.compute(prompt, lease))
+            await gate.step_begins()
+            if when == "last chunk":
+                gate.let_go()
+                await gate.step_begins()
+                gate.hold()
+        computing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await computing
+        opened.set()
+        gate.let_go()
+        await mesh.release(lease, "cancelled")
+        if when == "queued":
+            first = await ahead
+            assert len(await mesh.read(other, other_lease, first)) >= 1
+        await mesh.rest()
+        assert worker._sender.num_transfers == 0
+        assert worker.cancelled == 1
+        assert (await mesh.ask(prompt, 5)).tokens == reference(prompt, 5)
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+async def test_a_request_released_between_first_token_and_fin_frees_both_sides(one_sided):
+    """The network holds the pages back; the pages are freed when no push of them is under way."""
+    prompt = prompt_of(3 * PAGE)
+    options = {"transport": "loopback", "one_sided": one_sided, "stall_after": 3}
+    async with rig(**options) as mesh:
+        lease = await mesh.reserve(prompt)
+        await mesh.compute(prompt, lease)
+        assert mesh.prefill.worker.finishing == 1
+        assert mesh.prefill.kv.status().used == 3, "a push still reads them"
+        await mesh.release(lease, "cancelled")
+        if one_sided:
+            assert mesh.prefill.kv.status().used == 3
+            mesh.decode.listener.resume()
+        await mesh.rest()
+        assert mesh.decode.worker.cancelled == 1
+
+
+async def test_a_lease_that_is_released_stops_the_prompt_at_the_next_step():
+    prompt = prompt_of(5 * PAGE)
+    async with rig(chunk_tokens=PAGE) as mesh:
+        lease = await mesh.reserve(prompt)
+        mesh.prefill.gate.hold()
+        computing = later(mesh.compute(prompt, lease))
+        await mesh.prefill.gate.step_begins()
+        await mesh.release(lease)
+        await mesh.told_of_failure()
+        mesh.prefill.gate.let_go()
+        with pytest.raises(TransferFailed, match="cannot be delivered"):
+            await computing
+        assert len(mesh.prefill.gate.batches) == 1
+        assert mesh.prefill.worker.cancelled == 0
+
+
+async def test_a_slow_receiver_delays_no_other_prompt():
+    slow, quick = prompt_of(3 * PAGE), prompt_of(3 * PAGE, 1)
+    async with rig(transport="loopback", decodes=2, stall_after=1) as mesh:
+        lease = await mesh.reserve(slow)
+        await mesh.compute(slow, lease)
+        mesh.decodes[1].listener.faults = type(mesh.decodes[1].listener.faults)()
+        assert (await mesh.ask(quick, 4, decode=1)).tokens == reference(quick, 4)
+        assert mesh.prefill.worker.finishing == 1
+        await mesh.release(lease)
+
+
+async def test_an_acknowledgement_that_never_comes_holds_pages_until_the_deadline_only():
+    prompt = prompt_of(PAGE)
+    async with rig(transport="loopback", stall_after=0) as mesh:
+        lease = await mesh.reserve(prompt)
+        request = msgspec.structs.replace(mesh.prefill_request(prompt, lease), deadline_ms=1)
+        await mesh.prefill.worker.prefill(request)
+        await until(lambda: mesh.prefill.worker.finishing == 0)
+        assert mesh.prefill.kv.status().used == 0
+        await mesh.release(lease)
+
+
+# ---- faults -------------------------------------------------------------------------------
+
+
+async def test_a_failed_step_fails_its_prompts_and_the_worker_goes_on():
+    prompts = [prompt_of(70), prompt_of(80)]
+    async with rig(chunk_tokens=PAGE) as mesh:
+        mesh.prefill.gate.hold()
+        mesh.prefill.gate.failure = RuntimeError("no more memory")
+        asking = [later(mesh.ask(p, 5)) for p in prompts]
+        await mesh.prefill.gate.step_begins()
+        mesh.prefill.gate.let_go()
+        results = await asyncio.gather(*asking, return_exceptions=True)
+        errors = [r for r in results if isinstance(r, InternalError)]
+        assert len(errors) == 1
+        assert "no more memory" in str(errors[0])
+        for prompt in prompts:
+            assert (await mesh.ask(prompt, 5)).tokens == reference(prompt, 5)
+        assert mesh.prefill.worker.cancelled == 0
+
+
+async def test_a_failed_step_whose_caller_has_left_is_no_loose_error():
+    async with rig() as mesh:
+        mesh.prefill.gate.hold()
+        mesh.prefill.gate.failure = RuntimeError("no more memory")
+        lease = await mesh.reserve(prompt_of(70))
+        computing = later(mesh.compute(prompt_of(70), lease))
+        await mesh.prefill.gate.step_begins()
+        computing.cancel()
+        await asyncio.wait({computing})
+        mesh.prefill.gate.let_go()
+        await mesh.release(lease)
+        await mesh.rest()
+        assert mesh.prefill.worker.cancelled == 1
+
+
+async def test_a_decode_worker_that_is_gone_is_a_failed_transfer():
+    prompt = prompt_of(70)
+    async with rig() as mesh:
+        lease = await mesh.reserve(prompt)
+        mesh.decode.receiver.close()
+        with pytest.raises(TransferFailed):
+            await mesh.compute(prompt, lease)
+        await mesh.release(lease)
+
+
+async def test_a_fault_in_an_ending_ends_the_loop():
+    mesh = Rig(Options())
+    worker = mesh.prefill.worker
+
+    def wrong(_):
+        raise AssertionError("the books are wrong")
+
+    worker._forget = wrong
+    asking = later(mesh.ask(prompt_of(20), 1))
+    with pytest.raises(AssertionError, match="books"):
+        await mesh.loops[0]
+    await asking
+    await mesh.close()
+
+
+async def test_closing_ends_within_its_grace_with_work_under_way():
+    mesh = Rig(Options(transport="loopback", stall_after=0))
+    lease = await mesh.reserve(prompt_of(70))
+    await mesh.compute(prompt_of(70), lease)
+    assert mesh.prefill.worker.finishing == 1
+    await mesh.prefill.worker.close(grace=0.01)
+    await until(lambda: mesh.prefill.worker.finishing == 0)
+    assert mesh.prefill.kv.status().used == 0
+    await mesh.release(lease)
+    await mesh.close()

@@ -1,0 +1,148 @@
+"""A worker process around its work: how it ends, on a signal and on a fault."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from pdmesh.registry import host
+from pdmesh.registry.host import Binding, host_worker
+from pdmesh.wire.errors import ConfigError, PdmeshError
+from pdmesh.wire.hashes import PageFormat
+from pdmesh.wire.messages import Empty, WorkerRecord
+from pdmesh.wire.rpc import Client, Method
+
+
+class FakeLease:
+    """Notes what is asked of it; ``refuses`` as a store with another password would."""
+
+    def __init__(self, refuses=False):
+        self.refuses = refuses
+        self.calls = []
+        self.is_ready = asyncio.Event()
+
+    async def start(self):
+        if self.refuses:
+            raise ConfigError("the store refuses the login")
+        self.calls.append("start")
+
+    async def ready(self):
+        self.calls.append("ready")
+        self.is_ready.set()
+
+    async def drain(self):
+        self.calls.append("drain")
+
+    async def close(self):
+        self.calls.append("close")
+
+
+class Worker:
+    """A hosted worker with one endless stream and a loop that may be told to die."""
+
+    def __init__(self, refuses=False, port=0):
+        self.lease = FakeLease(refuses)
+        self.address = ""
+        self.die = asyncio.Event()
+        self.streams_cut = 0
+        self.loop_ended = False
+        self.finished = False
+        methods = [Method("Endless", Empty, stream=self.endless)]
+        self.running = asyncio.ensure_future(
+            host_worker(Binding("127.0.0.1", port), methods, self.run, self.make, self.finish)
+        )
+
+    async def endless(self, _):
+        try:
+            yield Empty()
+            await asyncio.Event().wait()
+        finally:
+            self.streams_cut += 1
+
+    async def run(self):
+        try:
+            await self.die.wait()
+            raise RuntimeError("the books are wrong")
+        finally:
+            self.loop_ended = True
+
+    async def finish(self):
+        self.finished = True
+
+    def make(self, address):
+        self.address = address
+        fmt = PageFormat("m", "w", "float32", 64, 1, 0, 1)
+        record = WorkerRecord(
+            worker_id="decode-0",
+            instance="i",
+            role="decode",
+            address=address,
+            page_format=fmt,
+            model="m",
+            vocab_size=1,
+            max_context=1,
+            capacity_pages=1,
+        )
+        return record, self.lease
+
+
+@pytest.fixture(autouse=True)
+def _short_drain(monkeypatch):
+    monkeypatch.setattr(host, "DRAIN_S", 0.1)
+
+
+async def first_message(worker):
+    """A client in the middle of an endless stream."""
+    client = Client(worker.address, "decode")
+    stream = client.stream("Endless", Empty(), Empty)
+    await anext(stream)
+    return client, stream
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_cuts_what_does_not_end_and_deregisters(number):
+    worker = Worker()
+    await worker.lease.is_ready.wait()
+    client, stream = await first_message(worker)
+    os.kill(os.getpid(), number)
+    began = time.monotonic()
+    await asyncio.wait_for(worker.running, 30)
+    assert time.monotonic() - began < 20
+    assert worker.lease.calls == ["start", "ready", "drain", "close"]
+    assert (worker.streams_cut, worker.loop_ended, worker.finished) == (1, True, True)
+    with pytest.raises(PdmeshError):
+        await anext(stream)
+    await client.close()
+
+
+async def test_a_dead_loop_ends_the_worker_with_its_error():
+    worker = Worker()
+    await worker.lease.is_ready.wait()
+    client, stream = await first_message(worker)
+    worker.die.set()
+    with pytest.raises(RuntimeError, match="the books are wrong"):
+        await asyncio.wait_for(worker.running, 30)
+    assert worker.streams_cut == 1
+    assert worker.lease.calls[-1] == "close"
+    await stream.aclose()
+    await client.close()
+
+
+async def test_a_store_that_refuses_ends_the_worker_with_a_sentence():
+    worker = Worker(refuses=True)
+    with pytest.raises(ConfigError, match="refuses the login"):
+        await asyncio.wait_for(worker.running, 30)
+    assert worker.loop_ended
+    assert worker.lease.calls == ["close"]
+
+
+async def test_a_taken_port_is_named():
+    first = Worker()
+    await first.lease.is_ready.wait()
+    port = int(first.address.rsplit(":", 1)[1])
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+        await Worker(port=port).running
+    os.kill(os.getpid(), signal.SIGTERM)
+    await first.running
