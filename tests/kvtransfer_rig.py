@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
 
 from pdmesh.kvcache.store import LatentStore
+from pdmesh.kvtransfer.protocol.receiver import Phase
 from pdmesh.kvtransfer.receiver import TransferReceiver
 from pdmesh.kvtransfer.sender import Transfer, TransferSender
 from pdmesh.kvtransfer.transport import Dialer, Listener
+from pdmesh.wire.errors import TransferFailed
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.messages import Fin, Lease
 
@@ -88,10 +91,25 @@ class Rig:
                 self.push(transfer, page, layer)
 
     def finish(self, transfer: Transfer, token: int = 7) -> None:
-        transfer.finish(fin_of(transfer, token), timeout=PATIENCE)
+        try:
+            transfer.finish(fin_of(transfer, token), timeout=PATIENCE)
+        except TransferFailed as error:
+            assert "no acknowledgement" not in str(error), "the failure was never told"
+            raise
 
     def wait(self, lease_id: str = "a") -> Fin:
-        return asyncio.run(self.receiver.wait(lease_id, PATIENCE))
+        try:
+            return asyncio.run(self.receiver.wait(lease_id, PATIENCE))
+        except TransferFailed as error:
+            assert "arrived within" not in str(error), "the failure was never noticed"
+            raise
+
+    def wait_opened(self, lease_id: str = "a") -> None:
+        """Waits until the receiver knows the lease's sender."""
+        pause, end = threading.Event(), time.monotonic() + PATIENCE
+        while self.receiver.phase(lease_id) is Phase.RESERVED:
+            assert time.monotonic() < end, "the lease was never opened"
+            pause.wait(0.005)
 
     def arrived(self, lease: Lease, pages: Sequence[int]) -> bool:
         """Whether target ``pages`` hold the source's pages of the lease."""
@@ -170,6 +188,7 @@ class Proxy:
         self.cut()
         for thread in list(self._threads):
             thread.join(PATIENCE)
+            assert not thread.is_alive(), "a proxy thread is stuck"
         for sock in self._sockets:
             sock.close()
 

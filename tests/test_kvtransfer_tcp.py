@@ -323,6 +323,7 @@ def test_an_abort_gives_up_the_connection_to_a_peer_that_takes_nothing():
     with tcp_rig(fmt, proxy, num_pages=1) as rig:
         transfer = rig.sender.open(rig.lease(pages=(0,)))
         (link,) = rig.sender._links.values()
+        rig.wait_opened()
         proxy.hold()
         rig.push(transfer, 0, 0)
         with link._changed:

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from worker_rig import PAGE, VOCAB, Options, Rig, prompt_of, reference, rig, until
 
+from pdmesh.kvtransfer.protocol.receiver import Phase
 from pdmesh.wire.errors import (
     Incompatible,
     InternalError,
@@ -197,6 +198,8 @@ async def test_a_cancelled_prompt_is_gone_and_counted_once(when, transport):
             await computing
         opened.set()
         gate.let_go()
+        if when == "opening":  # the writer that came too late gives up by itself
+            await until(lambda: mesh.decode.receiver.phase(lease.lease_id) is Phase.FREE)
         await mesh.release(lease, "cancelled")
         if when == "queued":
             first = await ahead
@@ -223,6 +226,27 @@ async def test_a_request_released_between_first_token_and_fin_frees_both_sides(o
             mesh.decode.listener.resume()
         await mesh.rest()
         assert mesh.decode.worker.cancelled == 1
+
+
+async def test_pages_of_a_cancelled_prompt_stay_while_a_push_reads_them():
+    prompt = prompt_of(3 * PAGE)
+    options = {"transport": "loopback", "one_sided": True, "stall_after": 1}
+    async with rig(chunk_tokens=PAGE, **options) as mesh:
+        lease = await mesh.reserve(prompt)
+        mesh.prefill.gate.hold()
+        computing = later(mesh.compute(prompt, lease))
+        mesh.prefill.gate.let_one_through()
+        await mesh.prefill.gate.step_begins()
+        await mesh.prefill.gate.step_begins()
+        computing.cancel()
+        await asyncio.wait({computing})
+        mesh.prefill.gate.let_go()
+        await until(lambda: mesh.prefill.worker.running == 0)
+        assert mesh.prefill.kv.status().used == 3
+        mesh.decode.listener.resume()
+        await until(lambda: mesh.prefill.worker.finishing == 0)
+        assert mesh.prefill.kv.status().used == 0
+        await mesh.release(lease)
 
 
 async def test_a_lease_that_is_released_stops_the_prompt_at_the_next_step():

@@ -138,12 +138,23 @@ class Side:
 
     def __init__(self, fmt, options):
         self.evicted: list[bytes] = []
-        self.published: list[bytes] = []
-        self.kv = KvManager(options.pages, PAGE, self.published.extend, self.evicted.extend)
+        self.unfinished: list[str] = []
+        """Pages that were shared before all their layers were written."""
+        self._mtp = options.mtp
+        self.kv = KvManager(options.pages, PAGE, self._check_published, self.evicted.extend)
         self.store = LatentStore(
             options.pages, fmt.num_layers, PAGE, fmt.latent_width, torch.float32
         )
         self.store.tensor.fill_(float("nan"))
+
+    def _check_published(self, hashes):
+        for page_hash in hashes:
+            page = self.kv._cache.page_of(page_hash)
+            missing = self.store.tensor[page].isnan().any(-1)
+            if self._mtp:
+                missing[-1, 0] = False  # empty in the first page of a sequence
+            if missing.any():
+                self.unfinished.append(f"page {page} lacks {missing.nonzero().tolist()[:3]}")
 
 
 class PrefillSide(Side):
@@ -328,7 +339,8 @@ class Rig:
         found = []
         for side in (*self.prefills, *self.decodes):
             pool, name = side.kv.status(), type(side).__name__
-            found += [f"{name}: {problem}" for problem in side.worker.check_integrity()]
+            problems = side.worker.check_integrity() + side.unfinished
+            found += [f"{name}: {problem}" for problem in problems]
             if pool.free + pool.cached != pool.total or side.kv.num_reservations:
                 found.append(f"{name}: {pool}, {side.kv.num_reservations} reservations")
             if any(side.busy()):
