@@ -3,15 +3,23 @@
 #   make chat                          start a mesh, talk to it, stop it
 #   make chat PROMPT="Who are you?"    one answer
 #   make test                          format, lint, types, tests
+#   make bench                         tokens per second beside transformers
 #
-# PYTHON    a Python 3.11 or later with venv      (default: the first one found)
-# TORCH     what pip installs as torch            (default: torch==2.13.0)
-# PIP_ARGS  more arguments for pip install, e.g. where to find a CPU-only torch
+# PYTHON      a Python 3.11 or later with venv      (default: the first one found)
+# TORCH       what pip installs as torch            (default: torch==2.13.0)
+# PIP_ARGS    more arguments for pip install, e.g. where to find a CPU-only torch
+# BENCH_ARGS  arguments of make bench, e.g. --rounds 1
 
 PYTHON ?=
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
+BENCH_ARGS ?=
+# An exported variable of this name is somebody else's; only make's own argument is a question.
+ifeq ($(origin PROMPT),command line)
 override PROMPT := $(value PROMPT)
+else
+override PROMPT :=
+endif
 export PROMPT
 
 VENV := .venv/bin/python
@@ -21,13 +29,14 @@ QUICK := not gpu and not gpu2 and not full
 PROTO := .pythonpath/pdmesh/wire/chat.proto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev chat test test-full proto clean
+.PHONY: help setup setup-dev chat test test-full bench proto clean
 
 help:
 	@echo 'make setup      install into .venv (needs Python 3.11 or later with venv)'
 	@echo 'make chat       start a mesh on this machine, talk to it, stop it; PROMPT="..." asks once'
 	@echo 'make test       format check, lint, types, and the tests but the large sets'
 	@echo 'make test-full  all tests that need no GPU'
+	@echo 'make bench      tokens per second beside transformers, on the CPU; BENCH_ARGS="--rounds 1"'
 	@echo 'make proto      generate the gRPC stubs from wire/chat.proto'
 	@echo 'make clean      remove .venv and everything generated'
 
@@ -76,6 +85,9 @@ test-full: .venv/.dev
 	$(RUN) ruff check .
 	$(RUN) mypy
 	$(RUN) pytest -m 'not gpu and not gpu2'
+
+bench: .venv/.dev
+	$(VENV) -P bench/cpu_chat.py $(BENCH_ARGS)
 
 proto: .venv/.dev
 	$(RUN) grpc_tools.protoc -I .pythonpath --python_out=.pythonpath --pyi_out=.pythonpath \

@@ -92,12 +92,22 @@ class Leases:
                 missing,
                 reservation.matched,
                 page_format.num_layers,
+                request_id=request.request_id,
             )
         except PdmeshError:
             reservation.release()
             raise
         self._entries[entry.lease_id] = entry
         self._start_timers(entry)
+        event(
+            log,
+            "reserved",
+            request=request.request_id,
+            attempt=request.attempt,
+            lease=entry.lease_id,
+            pages=prompt_pages,
+            cached_pages=reservation.matched,
+        )
         return Lease(
             lease_id=entry.lease_id,
             generation=entry.generation,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from pdmesh.decode.config import DecodeConfig
@@ -19,9 +17,9 @@ from pdmesh.kvtransfer.tcp import TcpListener
 from pdmesh.model.page_format import page_format
 from pdmesh.model.weights import fingerprint, load_model
 from pdmesh.registry.host import Binding, host_worker
+from pdmesh.registry.loading import LoadingLog
 from pdmesh.registry.publisher import WorkerLease
 from pdmesh.wire.ids import new_instance
-from pdmesh.wire.logs import event
 from pdmesh.wire.messages import (
     Empty,
     ReleaseRequest,
@@ -33,8 +31,6 @@ from pdmesh.wire.messages import (
 from pdmesh.wire.rpc import Method
 from pdmesh.wire.secret import read_secret
 
-log = logging.getLogger(__name__)
-
 
 async def serve_decode(config: DecodeConfig) -> None:
     """Runs one decode worker until SIGTERM.
@@ -45,11 +41,18 @@ async def serve_decode(config: DecodeConfig) -> None:
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
     dtype = getattr(torch, config.dtype)
-    event(log, "loading", worker=config.worker_id, checkpoint=config.model_path)
-    model = load_model(config.model_path, dtype, torch.device(config.device), mtp=config.mtp)
+    loading = LoadingLog(config.worker_id, config.model_path)
+    model = load_model(
+        config.model_path,
+        dtype,
+        torch.device(config.device),
+        mtp=config.mtp,
+        progress=loading.progress,
+    )
     fmt = page_format(
         model.config, config.model_name, fingerprint(config.model_path), config.dtype, config.mtp
     )
+    loading.loaded()
     store = LatentStore(
         config.pages, fmt.num_layers, fmt.page_size, fmt.latent_width, dtype, config.device
     )

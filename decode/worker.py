@@ -134,6 +134,14 @@ class DecodeWorker:
             raise LeaseGone(f"lease {entry.lease_id} is over")
         sequence = new_sequence(self._limits, entry, request, fin, hashes)
         sequence.transfer_ms = (time.monotonic() - opened) * 1e3
+        event(
+            log,
+            "arrived",
+            request=request.request_id,
+            attempt=request.attempt,
+            lease=entry.lease_id,
+            ms=f"{sequence.transfer_ms:.1f}",
+        )
         reservation = entry.reservation
         reservation.publish(reservation.matched, hashes[reservation.matched :])
         entry.sequence = sequence
@@ -150,7 +158,8 @@ class DecodeWorker:
         if entry is not None:
             why = f"the lease was released: {request.reason}"
             early = entry.streaming or request.reason == "cancelled"
-            self._let_go(entry, Cancelled(why) if early else LeaseGone(why))
+            name = "ended_early" if early or request.reason != "finished" else "released"
+            self._let_go(entry, Cancelled(why) if early else LeaseGone(why), name)
             await entry.freed.wait()
         return Empty()
 
@@ -183,7 +192,8 @@ class DecodeWorker:
         try:
             steps = await loop.run_in_executor(self._compute, self._runner.step, rows)
         except Exception as error:
-            log.exception("decode step failed")
+            requests = ",".join(sequence.request.request_id for sequence in batch)
+            log.exception("decode step failed", extra={"fields": {"requests": requests}})
             for sequence in batch:
                 self._let_go(sequence.entry, InternalError(f"decode step failed: {error}"))
             return
@@ -211,13 +221,18 @@ class DecodeWorker:
 
     # ---- endings --------------------------------------------------------------------------
 
-    def _let_go(self, entry: LeaseEntry, why: PdmeshError) -> None:
-        """Ends a lease from outside the loop: at once, or after the running step. Idempotent."""
+    def _let_go(self, entry: LeaseEntry, why: PdmeshError, name: str = "ended_early") -> None:
+        """Ends a lease from outside the loop: at once, or after the running step. Idempotent.
+
+        ``name`` is the event logged for a lease that no sequence came to use.
+        """
         if entry.ended is not None or not self._leases.holds(entry):
             return
         entry.ended = why
         self.cancelled += isinstance(why, Cancelled)
         if entry.sequence is None:
+            request = entry.request.request_id
+            event(log, name, request=request, lease=entry.lease_id, tokens=0, reason=why.message)
             self._leases.free(entry)
         else:
             entry.sequence.queue.put_nowait(why)

@@ -1,7 +1,8 @@
 """The order in which attention visits pages, made once a step and used by every layer.
 
-Rows are put into tiles: either one row each, or the rows of one sequence whose positions share a
-page, each row at the place `position % page_size`. A tile visits the pages 0..its last one. Entries
+Rows are put into tiles: either the rows of one sequence whose positions share a page, each row at
+the place `position % page_size`, or a few consecutive rows of one sequence (decode: the last known
+token and its draft read each page once). A tile visits the pages 0..its last row's one. Entries
 (tile, page) are listed page index first, tiles with most pages first, so that the tiles that
 still have a page of index j are a prefix of the tiles: partial results are added by plain slices,
 strictly in page order, and a page that is absent or wholly masked adds nothing.
@@ -77,6 +78,7 @@ class _Tile:
     span: Span
     span_index: int
     page: int
+    """Index of the last page that a row of the tile sees."""
     first_position: int
 
 
@@ -91,7 +93,7 @@ def plan_walk(
 
     Args:
         spans: the batch's sequences; their rows are consecutive from 0.
-        shape: slots a page, and rows a tile: 1, or as many as a page has slots.
+        shape: slots a page, and rows a tile: as many as a page has slots, or fewer.
         first_key: 0, or 1 for a layer whose slot 0 stays empty.
         device: where the index tensors go.
         group_entries: entries computed at once, unless one tile has more; small enough to stay in
@@ -118,8 +120,10 @@ def plan_walk(
 
 
 def _tiles(span: Span, index: int, page_size: int, tile_rows: int) -> list[_Tile]:
-    if tile_rows == 1:
-        return [_Tile(span, index, p // page_size, p) for p in range(span.start, span.end)]
+    if tile_rows < page_size:
+        firsts = range(span.start, span.end, tile_rows)
+        lasts = [min(first + tile_rows, span.end) - 1 for first in firsts]
+        return [_Tile(span, index, b // page_size, a) for a, b in zip(firsts, lasts, strict=True)]
     pages = range(span.start // page_size, (span.end - 1) // page_size + 1)
     return [_Tile(span, index, page, page * page_size) for page in pages]
 

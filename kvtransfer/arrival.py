@@ -17,9 +17,15 @@ class Arrival:
     """The pages of one lease under one generation. Its owner serialises all calls."""
 
     def __init__(
-        self, lease_id: str, generation: int, place: Destination, store: LatentStore
+        self,
+        lease_id: str,
+        generation: int,
+        place: Destination,
+        store: LatentStore,
+        request_id: str = "",
     ) -> None:
         self.lease_id = lease_id
+        self.request_id = request_id
         self.place = place
         self.state = ReceiverState(generation, len(place.page_ids), place.num_layers)
         self.link: Link | None = None

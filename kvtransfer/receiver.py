@@ -109,11 +109,13 @@ class TransferReceiver:
         page_ids: Sequence[int],
         first_page: int,
         num_layers: int,
+        *,
+        request_id: str = "",
     ) -> None:
         """Lets one sender write prompt pages ``first_page``... into physical ``page_ids``.
 
         A higher generation of a lease takes the place of a lower one, whose waiter gets
-        TransferFailed.
+        TransferFailed. ``request_id`` is for logs alone.
 
         Raises:
             InternalError: the generation is not higher, a page does not exist or is promised to
@@ -129,7 +131,9 @@ class TransferReceiver:
             with self._lock:
                 self._replace_old(lease_id, generation, later)
                 self._check_unpromised(place.page_ids)
-                self._arrivals[lease_id] = Arrival(lease_id, generation, place, self._store)
+                self._arrivals[lease_id] = Arrival(
+                    lease_id, generation, place, self._store, request_id
+                )
         finally:
             _run(later)
 
@@ -329,7 +333,14 @@ class TransferReceiver:
                 case protocol.Fail(reason):
                     wanted = isinstance(what, protocol.Cancelled | protocol.SenderAborted)
                     level = logging.INFO if wanted else logging.WARNING
-                    event(log, "transfer_failed", level, lease=arrival.lease_id, reason=reason)
+                    event(
+                        log,
+                        "transfer_failed",
+                        level,
+                        request=arrival.request_id,
+                        lease=arrival.lease_id,
+                        reason=reason,
+                    )
                     later.append(partial(self._fail, arrival, reason))
                 case protocol.Drop():
                     self.dropped += 1

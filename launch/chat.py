@@ -38,6 +38,8 @@ class ChatOptions:
     max_tokens: int | None = None
     timeout_s: float = 300.0
     show_timing: bool = False
+    input_timeout_s: float | None = None
+    """Longest wait for the first byte of standard input; None: as long as it takes."""
 
 
 @dataclass
@@ -81,7 +83,7 @@ def chat(options: ChatOptions, prompt: str | None) -> int:
         conversation = Conversation(options)
         stub: Any = ChatServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
         if prompt is None and not sys.stdin.isatty():
-            prompt = read_prompt(None)
+            prompt = read_prompt(options.input_timeout_s)
         if prompt is not None:
             return _one_answer(stub, conversation, prompt)
         return _converse(stub, conversation)

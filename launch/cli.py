@@ -103,13 +103,25 @@ def _add_chat(chat: argparse.ArgumentParser) -> None:
     chat.add_argument("--prompt", metavar="TEXT", help="ask this and exit")
     chat.add_argument("--system", metavar="TEXT", help="system message")
     chat.add_argument("--model", default="", help="model name (default: the one served)")
-    chat.add_argument("--temperature", type=float, help="0: always the likeliest token (default)")
     chat.add_argument(
-        "--top-p", type=float, help="keep the likeliest tokens up to this probability"
+        "--temperature",
+        type=float,
+        help="0: always the likeliest token (default: the checkpoint's generation_config.json)",
+    )
+    chat.add_argument(
+        "--top-p",
+        type=float,
+        help="keep the likeliest tokens up to this probability (default: as above)",
     )
     chat.add_argument("--seed", type=int, help="fixes the random choices")
     chat.add_argument("--max-tokens", type=int, help="longest answer, in tokens")
     chat.add_argument("--timeout", type=float, default=300.0, help="seconds for one answer")
+    chat.add_argument(
+        "--input-timeout",
+        type=float,
+        metavar="S",
+        help="seconds that a pipe may be silent before a default question is asked (default: any)",
+    )
     chat.add_argument("--show-timing", action="store_true", help="tokens and times of each answer")
 
 
@@ -178,6 +190,7 @@ def _chat(arguments: argparse.Namespace) -> int:
         max_tokens=arguments.max_tokens,
         timeout_s=arguments.timeout,
         show_timing=arguments.show_timing,
+        input_timeout_s=arguments.input_timeout,
     )
     return chat(options, arguments.prompt)
 

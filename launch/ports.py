@@ -24,7 +24,7 @@ def claim_port(host: str, asked: int) -> Iterator[int]:
     """
     reason = ""
     for port in [asked] if asked else range(DEFAULT_PORT, DEFAULT_PORT + 1000):
-        reason = _refusal(host, port)
+        reason = refusal(host, port)
         if reason:
             continue
         with _spoken_for(port) as mine:
@@ -36,8 +36,8 @@ def claim_port(host: str, asked: int) -> Iterator[int]:
     raise ConfigError(f"cannot listen on {which} of {host}: {reason}")
 
 
-def _refusal(host: str, port: int) -> str:
-    """Why a port cannot be listened on; empty if it can."""
+def refusal(host: str, port: int) -> str:
+    """Why a port cannot be listened on; empty if it can. Port 0: any."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -46,6 +46,8 @@ def _refusal(host: str, port: int) -> str:
             probe.listen()
         except OSError as error:
             return error.strerror or str(error)
+        except (ValueError, TypeError):  # a label too long, or a zero byte
+            return "that is no host name"
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pdmesh.launch.topology import Topology, cores
 PARENT_VARIABLE = "PDMESH_PARENT"
 REDIS_VARIABLE = "PDMESH_REDIS"
 Role = Literal["router", "prefill", "decode"]
+_TENSORS = re.compile(r"^loading .*tensors=(\d+/\d+)")
 
 
 @dataclass(frozen=True)
@@ -154,5 +156,8 @@ class Child:
         return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
 
     def progress(self) -> str:
-        """The last event the process logged, without its time and name."""
-        return self.last_words().rpartition("event=")[2][:160]
+        """How far the process is, by the last event it logged."""
+        last = self.last_words().rpartition("event=")[2][:160]
+        if read := _TENSORS.search(last):
+            return f"loading {read[1]} tensors"
+        return f"starting: {last}"

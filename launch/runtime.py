@@ -75,7 +75,10 @@ class RunDir:
         except FileExistsError:
             return target
         except OSError as error:
-            raise ConfigError(f"cannot write the secret file {target}: {error.strerror}") from error
+            raise ConfigError(
+                f"cannot write the secret file {target}: {error.strerror}; give one in a folder "
+                "that exists and can be written"
+            ) from error
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
         return target

@@ -13,18 +13,18 @@ from collections.abc import Coroutine
 from typing import Any
 
 from pdmesh.launch.processes import REDIS_VARIABLE
-from pdmesh.launch.topology import Topology, check_model, cores, load_topology
+from pdmesh.launch.topology import Topology, check_host, check_model, cores, load_topology
+from pdmesh.registry.store import check_url
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.logs import setup_logs
-
-_ANYWHERE = ("0.0.0.0", "::", "[::]", "")
+from pdmesh.wire.secret import read_secret
 
 
 def serve(arguments: argparse.Namespace) -> int:
     """Runs one process until SIGTERM or Ctrl-C."""
     topology = _settings(arguments)
-    check_model(topology.model_path)
     role = arguments.role
+    _check(topology, role)
     name = arguments.id or f"{role}-{socket.gethostname()}-{secrets.token_hex(2)}"
     setup_logs(name, topology.mesh.log_level)
     if role == "router":
@@ -40,10 +40,11 @@ def _settings(arguments: argparse.Namespace) -> Topology:
     """The topology file, overridden by what the command line says."""
     a = arguments
     topology = load_topology(a.topology)
-    redis_url = a.redis or os.environ.get(REDIS_VARIABLE) or topology.mesh.redis
-    if not redis_url:
+    variable = os.environ.get(REDIS_VARIABLE) or None
+    topology = topology.changed("mesh", f"the variable {REDIS_VARIABLE}", redis=variable)
+    topology = topology.changed("mesh", "--redis", redis=a.redis or None)
+    if not topology.mesh.redis:
         raise ConfigError("no store given; add --redis URL (the one that all processes share)")
-    topology = topology.changed("mesh", "--redis", redis=redis_url)
     topology = topology.changed("mesh", "--mesh", name=a.mesh)
     topology = topology.changed("mesh", "--host", host=a.host)
     topology = topology.changed("mesh", "--secret-file", secret_file=a.secret_file)
@@ -67,12 +68,22 @@ def _settings(arguments: argparse.Namespace) -> Topology:
         topology = topology.changed("decode", "--max-batch", max_batch=a.max_batch)
     if topology.mesh.secret_file is None:
         raise ConfigError("no secret given; add --secret-file FILE (the same on every host)")
-    if a.role != "router" and topology.mesh.host in _ANYWHERE:
-        raise ConfigError(
-            f"--host {topology.mesh.host} is no address that other processes can call; give this "
-            "host's own address"
-        )
     return topology
+
+
+def _check(topology: Topology, role: str) -> None:
+    """Raises ConfigError, with the file or flag, for what can be seen before anything starts."""
+    mesh = topology.mesh
+    assert mesh.secret_file is not None
+    with topology.blamed("mesh", "redis"):
+        check_url(mesh.redis)
+    if role != "router":  # a router may listen on all addresses
+        with topology.blamed("mesh", "host"):
+            check_host(mesh.host)
+    with topology.blamed("model", "path"):
+        check_model(topology.model_path)
+    with topology.blamed("mesh", "secret_file"):
+        read_secret(mesh.secret_file)
 
 
 def _shared(topology: Topology) -> dict[str, Any]:

@@ -20,9 +20,11 @@ from pdmesh.launch.topology import Topology
 from pdmesh.registry.embedded import EmbeddedStore
 from pdmesh.registry.store import Member, StoreUnavailable, check_store, read_members
 from pdmesh.wire.errors import ConfigError, PdmeshError, Unavailable
+from pdmesh.wire.rpc import channel_options
+from pdmesh.wire.secret import read_secret
 
 _TICK_S = 0.2
-_PROGRESS_S = 5.0
+_PROGRESS_S = 3.0
 _STOP_S = 10.0
 _CONFIG_EXIT = 2
 
@@ -51,7 +53,9 @@ class Supervisor:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         topology = plan.topology
-        secret = plan.run_dir.secret(topology.mesh.secret_file)
+        with topology.blamed("mesh", "secret_file"):
+            secret = plan.run_dir.secret(topology.mesh.secret_file)
+            read_secret(secret)
         self.address = f"{topology.mesh.host}:{plan.port}"
         self._children = [
             Child(spec, plan.run_dir.log(spec.name))
@@ -126,10 +130,11 @@ class Supervisor:
 
     async def _start_store(self) -> None:
         if self._store is None:
-            try:
-                await check_store(self._redis_url)
-            except StoreUnavailable as error:
-                raise ConfigError(f"{error}; start it, or leave --redis out") from error
+            with self._plan.topology.blamed("mesh", "redis"):
+                try:
+                    await check_store(self._redis_url)
+                except StoreUnavailable as error:
+                    raise ConfigError(f"{error}; start it, or give no store at all") from error
             await self._check_names()
             return
         began = time.monotonic()
@@ -222,8 +227,7 @@ class Supervisor:
                 continue
             if now - max(child.started, self._announced.get(child.spec.name, 0.0)) >= _PROGRESS_S:
                 self._announced[child.spec.name] = now
-                since = now - child.started
-                say(f"  {child.spec.name:<12} loading for {since:.0f} s: {child.progress()}")
+                say(f"  {child.spec.name:<12} {child.progress()}")
 
     def _pids(self) -> dict[str, int]:
         pids = {c.spec.name: c.process.pid for c in self._children if c.process is not None}
@@ -247,7 +251,7 @@ class Supervisor:
 
 async def _serving(address: str) -> bool:
     """Whether the router's public health check says SERVING."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=1.0)

@@ -5,21 +5,25 @@ A wrong key, type, value or path is one sentence that names the file, the key an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pdmesh.launch.ports import refusal
 from pdmesh.wire.errors import ConfigError
 
 T = TypeVar("T")
 
+SECTIONS = ("mesh", "model", "prefill", "decode", "router")
+_ANYWHERE = ("0.0.0.0", "::", "[::]")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -98,6 +102,8 @@ class Topology:
     prefill: PrefillSection = PrefillSection()
     decode: DecodeSection = DecodeSection()
     router: RouterSection = RouterSection()
+    origins: Mapping[tuple[str, str], str] = field(default_factory=dict, compare=False, repr=False)
+    """Where the value of a (section, key) comes from, unless it is the default."""
 
     @property
     def model_path(self) -> Path:
@@ -121,7 +127,20 @@ class Topology:
         checked = {
             key: _checked(_field(before, key), value, source) for key, value in given.items()
         }
-        return dataclasses.replace(self, **{section: dataclasses.replace(before, **checked)})
+        origins = {**self.origins, **{(section, key): source for key in given}}
+        changed: dict[str, Any] = {section: dataclasses.replace(before, **checked)}
+        return dataclasses.replace(self, **changed, origins=origins)
+
+    @contextlib.contextmanager
+    def blamed(self, section: str, key: str) -> Iterator[None]:
+        """Puts the origin of a setting before the sentence of a ConfigError within."""
+        try:
+            yield
+        except ConfigError as error:
+            origin = self.origins.get((section, key))
+            if origin is None:
+                raise
+            raise ConfigError(f"{origin}: {error}") from error
 
 
 def shipped_model() -> Path:
@@ -159,8 +178,9 @@ def parse_topology(table: Mapping[str, object], source: str, base: Path) -> Topo
         source: the file's name, for errors.
         base: what relative paths start from.
     """
-    known = {f.name: f for f in dataclasses.fields(Topology)}
+    known = {f.name: f for f in dataclasses.fields(Topology) if f.name in SECTIONS}
     sections: dict[str, Any] = {}
+    origins: dict[tuple[str, str], str] = {}
     for name, content in table.items():
         if name not in known:
             raise ConfigError(f"{source}: " + _unknown("section", name, list(known)))
@@ -168,7 +188,8 @@ def parse_topology(table: Mapping[str, object], source: str, base: Path) -> Topo
             raise ConfigError(f"{source}: {name} is {_shown(content)}; it must be a table [{name}]")
         section = type(known[name].default)
         sections[name] = _section(section, name, content, source, base)
-    return Topology(**sections)
+        origins |= {(name, key): f"{source}: [{name}] {key}" for key in content}
+    return Topology(**sections, origins=origins)
 
 
 def _section(kind: type[T], name: str, content: Mapping[str, object], source: str, base: Path) -> T:
@@ -247,12 +268,31 @@ def _shown(value: object) -> str:
     return f"{str(value)!r} ({kind})"
 
 
+def check_host(host: str) -> None:
+    """Raises ConfigError if ``host`` is no address at which others can call this machine."""
+    if host in _ANYWHERE:
+        raise ConfigError(
+            f"{host} is no address that other processes can call; give this host's own address"
+        )
+    reason = refusal(host, 0)
+    if reason:
+        raise ConfigError(
+            f"cannot listen on {host!r}: {reason}; give an address of this machine, e.g. 127.0.0.1"
+        )
+
+
 def check_model(path: Path) -> None:
     """Raises ConfigError if ``path`` cannot be a checkpoint directory."""
     if not path.exists():
-        raise ConfigError(f"the model directory {path} does not exist")
+        raise ConfigError(
+            f"the model directory {path} does not exist; give a Hugging Face checkpoint directory"
+        )
     if not path.is_dir():
         raise ConfigError(f"the model path {path} is a file; give the checkpoint's directory")
+    if (path / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{path} holds a LoRA adapter (adapter_config.json); merge it into its base model first"
+        )
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"the model directory {path} holds no config.json; give a Hugging Face checkpoint "

@@ -8,35 +8,43 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from pdmesh.launch.chat import read_prompt
 from pdmesh.launch.ports import claim_port
 from pdmesh.launch.processes import command, environment
 from pdmesh.launch.runtime import claim
 from pdmesh.launch.supervisor import Plan, Supervisor, say
-from pdmesh.launch.topology import Topology, check_model, load_topology
+from pdmesh.launch.topology import Topology, check_host, check_model, load_topology
 
-_SILENT_INPUT_S = 5.0
+_SILENT_S = "5"
+"""Seconds until the chat asks its default question where standard input says nothing."""
 
 
 def up(arguments: argparse.Namespace) -> int:
     """Starts a mesh, keeps it up until it is stopped, and ends all of it."""
     topology = _settings(arguments)
-    check_model(topology.model_path)
+    with topology.blamed("model", "path"):
+        check_model(topology.model_path)
+    with topology.blamed("mesh", "host"):
+        check_host(topology.mesh.host)
     name, default = topology.mesh.name, Topology().mesh.name
     explicit = name != default or arguments.name is not None
-    with (
-        claim(name, explicit) as (taken, run_dir),
-        claim_port(topology.mesh.host, topology.mesh.port) as port,
-    ):
+    with claim(name, explicit) as (taken, run_dir), _port(topology) as port:
         run_dir.prepare()
         topology = replace(topology, mesh=replace(topology.mesh, name=taken))
         say(f"pdmesh: starting mesh {taken} on port {port}; logs in {run_dir.logs}")
         ask = arguments.chat or arguments.prompt is not None
         session = _Session(Supervisor(Plan(topology, port, run_dir)), ask, arguments.prompt)
         return asyncio.run(session.run())
+
+
+@contextlib.contextmanager
+def _port(topology: Topology) -> Iterator[int]:
+    with contextlib.ExitStack() as claimed:
+        with topology.blamed("mesh", "port"):
+            port = claimed.enter_context(claim_port(topology.mesh.host, topology.mesh.port))
+        yield port
 
 
 def _settings(arguments: argparse.Namespace) -> Topology:
@@ -95,12 +103,10 @@ class _Session:
             watching.cancel()
 
     async def _talk(self) -> int:
-        """The chat is a process of its own: it has the terminal, and Ctrl-C stops its answer."""
+        """The chat is a process of its own, with our standard input: Ctrl-C stops its answer."""
         prompt = self._prompt
-        if prompt is None and not sys.stdin.isatty():
-            prompt = read_prompt(_SILENT_INPUT_S)
         self._chat = subprocess.Popen(
-            command("chat", "--address", self._supervisor.address),
+            command("chat", "--address", self._supervisor.address, "--input-timeout", _SILENT_S),
             stdin=None if prompt is None else subprocess.PIPE,
             env=environment("", 1),
             text=True,

@@ -17,6 +17,9 @@ Form = Literal["mha", "absorbed"]
 # From this many rows of one sequence the absorbed form computes a page's rows at once.
 _TILE_FROM = 8
 
+# Rows of a tile where a sequence has few: the last known token and its draft.
+_PAIR = 2
+
 # Entries (rows of a tile against one page) computed at once: what stays in a processor's cache.
 _GROUP_ENTRIES = {("mha", True): 256, ("absorbed", True): 8, ("absorbed", False): 32}
 
@@ -107,7 +110,7 @@ class Batch:
             tiled = form == "mha" or any(
                 item.end - item.start >= _TILE_FROM for item in self.slices
             )
-            shape = (self.page_size, self.page_size if tiled else 1)
+            shape = (self.page_size, self.page_size if tiled else min(_PAIR, self.page_size))
             spans, row = [], 0
             for item in self.slices:
                 spans.append(Span(item.page_table, item.start, item.end, row))

@@ -51,6 +51,7 @@ def save_checkpoint(
         tensors = {n: t for binding in shard for n, t in _stored(binding, fp8, plain)}
         partial = path / f"{file}.partial"
         save_file(tensors, str(partial), metadata={"format": "pt"})
+        partial.chmod(0o644)  # the library makes files that their owner alone may read
         os.replace(partial, path / file)
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())

@@ -88,7 +88,8 @@ def read_config(path: Path) -> dict[str, Any]:
     """The fields of `config.json` in the directory `path`.
 
     Raises:
-        ConfigError: there is no such directory or file, it holds a LoRA adapter, or no JSON object.
+        ConfigError: there is no such directory or file, it holds a LoRA adapter, no JSON object,
+            or a quantised export that is not served.
     """
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory with a model")
@@ -105,4 +106,23 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{file} does not hold a JSON object")
+    _refuse_modelopt(path)
     return raw
+
+
+def _refuse_modelopt(path: Path) -> None:
+    """Such an export may say how it is quantised in a file of its own only."""
+    file = path / "hf_quant_config.json"
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    quantization = raw.get("quantization") if isinstance(raw, dict) else None
+    algorithm = quantization.get("quant_algo") if isinstance(quantization, dict) else None
+    if algorithm is not None:
+        raise ConfigError(
+            f"{file}: quant_algo {algorithm!r} is not served; fp8 e4m3 with blocks of 128 x 128, "
+            "bfloat16 and float32 are"
+        )

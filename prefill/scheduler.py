@@ -62,6 +62,7 @@ class PrefillScheduler:
     chunk_tokens: int
     page_size: int
     max_queue: int
+    join_tokens: int = 128
     _queue: deque[PrefillJob] = field(default_factory=deque)
     _running: list[PrefillJob] = field(default_factory=list)
 
@@ -80,11 +81,11 @@ class PrefillScheduler:
         budget = self.chunk_tokens
         chunks: list[Chunk] = []
         for job in self._running:
-            if budget <= 0:
+            if not self._joins(budget):
                 break
             chunks.append(self._cut(job, budget))
             budget -= chunks[-1].end - chunks[-1].start
-        while self._queue and budget > 0:
+        while self._queue and self._joins(budget):
             job = self._queue[0]
             if not start(job):
                 break
@@ -94,6 +95,10 @@ class PrefillScheduler:
             chunks.append(self._cut(job, budget))
             budget -= chunks[-1].end - chunks[-1].start
         return chunks
+
+    def _joins(self, budget: int) -> bool:
+        """Whether one more prompt may join a step that has ``budget`` tokens left."""
+        return budget > 0 and self.chunk_tokens - budget < self.join_tokens
 
     def _cut(self, job: PrefillJob, budget: int) -> Chunk:
         start = job.next_position

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from pdmesh.kvcache.manager import KvManager
@@ -16,14 +14,12 @@ from pdmesh.prefill.scheduler import PrefillScheduler
 from pdmesh.prefill.work import PrefillLimits
 from pdmesh.prefill.worker import PrefillWorker
 from pdmesh.registry.host import DRAIN_S, Binding, host_worker
+from pdmesh.registry.loading import LoadingLog
 from pdmesh.registry.publisher import WorkerLease
 from pdmesh.wire.ids import new_instance
-from pdmesh.wire.logs import event
 from pdmesh.wire.messages import Empty, PrefillRequest, WorkerRecord, WorkerStatus
 from pdmesh.wire.rpc import Method
 from pdmesh.wire.secret import read_secret
-
-log = logging.getLogger(__name__)
 
 
 async def serve_prefill(config: PrefillConfig) -> None:
@@ -35,11 +31,18 @@ async def serve_prefill(config: PrefillConfig) -> None:
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
     dtype = getattr(torch, config.dtype)
-    event(log, "loading", worker=config.worker_id, checkpoint=config.model_path)
-    model = load_model(config.model_path, dtype, torch.device(config.device), mtp=config.mtp)
+    loading = LoadingLog(config.worker_id, config.model_path)
+    model = load_model(
+        config.model_path,
+        dtype,
+        torch.device(config.device),
+        mtp=config.mtp,
+        progress=loading.progress,
+    )
     fmt = page_format(
         model.config, config.model_name, fingerprint(config.model_path), config.dtype, config.mtp
     )
+    loading.loaded()
     store = LatentStore(
         config.pages, fmt.num_layers, fmt.page_size, fmt.latent_width, dtype, config.device
     )

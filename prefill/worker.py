@@ -174,7 +174,8 @@ class PrefillWorker:
         try:
             results = await loop.run_in_executor(self._compute, self._runner.step, rows)
         except Exception as error:
-            log.exception("prefill step failed")
+            requests = ",".join(work.request.request_id for work in works)
+            log.exception("prefill step failed", extra={"fields": {"requests": requests}})
             for work, chunk in zip(works, chunks, strict=True):
                 self._scheduler.drop(chunk.job)
                 work.refuse(InternalError(f"prefill step failed: {error}"))

@@ -111,6 +111,7 @@ def _pool(url: str) -> ConnectionPool:
         options: dict[str, Any] = dict(parse_url(url))
         if urlsplit(url).scheme != "unix":
             options.setdefault("socket_connect_timeout", _CONNECT_TIMEOUT_S)
+            options.setdefault("socket_keepalive", True)
         options.setdefault("socket_timeout", _ANSWER_TIMEOUT_S)
         options |= {"decode_responses": False, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
         return ConnectionPool(**options)
@@ -119,6 +120,11 @@ def _pool(url: str) -> ConnectionPool:
             f"Redis URL {redacted(url)!r} is not understood ({error}); give redis://host:port, "
             "rediss://host:port or unix:///path, with user:password@ if needed"
         ) from error
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError unless ``url`` is a Redis URL; connects to nothing."""
+    _pool(url)
 
 
 class Store:

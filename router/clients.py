@@ -125,7 +125,7 @@ class DecodeClient:
             with blame(self.record):
                 lease = await asyncio.shield(answer)
         except asyncio.CancelledError:
-            self.background.spawn(self._release_late(answer))
+            self.background.spawn(self._release_late(answer, request.request_id))
             raise
         reason, wait = "finished", RELEASE_WAIT
         try:
@@ -143,17 +143,19 @@ class DecodeClient:
                 wait = 0.0  # nobody may be there to answer
             raise
         finally:
-            release = self.background.spawn(self._release(lease.lease_id, reason))
+            release = self.background.spawn(
+                self._release(lease.lease_id, reason, request.request_id)
+            )
             await asyncio.wait({release}, timeout=wait)
 
-    async def _release_late(self, answer: asyncio.Task[Lease]) -> None:
+    async def _release_late(self, answer: asyncio.Task[Lease], request_id: str) -> None:
         try:
             lease = await answer
         except PdmeshError:
             return
-        await self._release(lease.lease_id, "cancelled")
+        await self._release(lease.lease_id, "cancelled", request_id)
 
-    async def _release(self, lease_id: str, reason: str) -> None:
+    async def _release(self, lease_id: str, reason: str, request_id: str) -> None:
         request = ReleaseRequest(lease_id=lease_id, reason=reason)
         try:
             await self.client.unary("Release", request, Empty, timeout=RELEASE_TIMEOUT)
@@ -162,6 +164,7 @@ class DecodeClient:
                 log,
                 "release_failed",
                 logging.WARNING,
+                request=request_id,
                 worker=self.record.worker_id,
                 lease=lease_id,
                 error=error.message,

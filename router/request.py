@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from pdmesh.router.defaults import SamplingDefaults
 from pdmesh.text.template import ChatTemplate
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.wire import chat_pb2
@@ -81,6 +82,7 @@ class RequestParser:
     default_max_tokens: int
     rng: random.Random
     """Draws the seeds of requests that bring none."""
+    defaults: SamplingDefaults = SamplingDefaults()
 
     async def parse(
         self, message: chat_pb2.ChatRequest, context: int
@@ -139,8 +141,10 @@ class RequestParser:
         explicit = given.HasField("max_tokens")
         sampling = SamplingParams(
             max_tokens=given.max_tokens if explicit else min(self.default_max_tokens, rest),
-            temperature=given.temperature,
-            top_p=given.top_p if given.HasField("top_p") else 1.0,
+            temperature=given.temperature
+            if given.HasField("temperature")
+            else self.defaults.temperature,
+            top_p=given.top_p if given.HasField("top_p") else self.defaults.top_p,
             top_k=given.top_k,
             seed=given.seed if given.HasField("seed") else self.rng.getrandbits(63),
             stop=tuple(given.stop),

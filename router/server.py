@@ -14,6 +14,7 @@ from pdmesh.registry.client import RegistryView
 from pdmesh.registry.host import Binding, bind
 from pdmesh.router.clients import WorkerClients
 from pdmesh.router.config import RouterConfig
+from pdmesh.router.defaults import sampling_defaults
 from pdmesh.router.grpc_server import ChatServer
 from pdmesh.router.metrics import Metrics
 from pdmesh.router.request import RequestParser
@@ -62,6 +63,8 @@ class Router:
         rng = random.Random()
         tokenizer = load_tokenizer(config.model_path)
         event(log, "tokenizer_loaded", tokens=tokenizer.vocab_size, longest=tokenizer.longest_token)
+        defaults = sampling_defaults(config.model_path)
+        event(log, "sampling_defaults", temperature=defaults.temperature, top_p=defaults.top_p)
         self._config = config
         self.metrics = Metrics()
         self.clients = WorkerClients()
@@ -73,6 +76,7 @@ class Router:
                 model_name=config.model_name,
                 default_max_tokens=config.default_max_tokens,
                 rng=rng,
+                defaults=defaults,
             ),
             Service(
                 tokenizer,
@@ -125,5 +129,5 @@ def _max_context(config: RouterConfig) -> int:
     if config.max_context is not None:
         return config.max_context
     if not isinstance(known, int):
-        raise ConfigError(f"{path} does not say max_position_embeddings; set max_context")
+        raise ConfigError(f"{path} holds no whole number max_position_embeddings; add it")
     return known

@@ -15,9 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import redis
+from redis.exceptions import RedisError
 
 from pdmesh.registry.client import RegistryView
+from pdmesh.registry.store import Keys
 from pdmesh.wire import chat_pb2, chat_pb2_grpc
+from pdmesh.wire.errors import PdmeshError
 from pdmesh.wire.messages import Empty, WorkerStatus
 from pdmesh.wire.rpc import Client, channel_options
 
@@ -33,6 +37,9 @@ class Mesh:
     process: subprocess.Popen
     state_dir: Path
     info: dict = field(default_factory=dict)
+    workers: int = 3
+    instances: set[str] = field(default_factory=set)
+    """Every instance that ``statuses`` has met."""
 
     @property
     def address(self) -> str:
@@ -42,40 +49,82 @@ class Mesh:
         """Process ids by process name, as they are now."""
         return json.loads((self.state_dir / "mesh.json").read_text())["pids"]
 
-    async def statuses(self) -> list[WorkerStatus]:
-        """What every registered worker says about itself."""
+    @asynccontextmanager
+    async def watch(self):
+        """Yields a function that asks all registered workers, or those named, for their status."""
         view = RegistryView(self.info["redis_url"], self.info["name"])
         await view.start()
         try:
-            answers = []
-            for record in view.workers():
-                client = Client(record.address, record.role)
-                answers.append(await client.unary("Status", Empty(), WorkerStatus, timeout=30))
-                await client.close()
-            return answers
+            clients = {r.worker_id: Client(r.address, r.role) for r in view.workers()}
         finally:
             await view.close()
 
-    async def problems(self) -> list[str]:
-        """What is not at rest: pages in use or quarantine, leases, failed integrity checks.
+        async def statuses(*names: str) -> list[WorkerStatus]:
+            answers = [
+                await clients[name].unary("Status", Empty(), WorkerStatus, timeout=30)
+                for name in names or clients
+            ]
+            self.instances |= {answer.instance for answer in answers}
+            return answers
 
-        Waits while work is still ending; what stays for 20 s is a leak.
+        try:
+            yield statuses
+        finally:
+            for client in clients.values():
+                await client.close()
+
+    async def statuses(self) -> list[WorkerStatus]:
+        """What every registered worker says about itself."""
+        async with self.watch() as statuses:
+            return await statuses()
+
+    async def problems(self, patience: float = 20) -> list[str]:
+        """What is not at rest: pages in use or quarantine, leases, failed integrity checks, a
+        worker that is missing or in excess, anything in the store that belongs to a dead one.
+
+        Waits while work is still ending; what stays for ``patience`` seconds is a leak.
         """
-        found: list[str] = []
-        for _ in range(100):
-            found = []
-            for status in await self.statuses():
-                pool = status.pool
-                found += [f"{status.worker_id}: {problem}" for problem in status.problems]
-                for name in ("used", "reserved", "quarantined"):
-                    if getattr(pool, name):
-                        found.append(f"{status.worker_id}: {getattr(pool, name)} pages {name}")
-                for name in ("running", "queued", "leases"):
-                    if getattr(status, name):
-                        found.append(f"{status.worker_id}: {getattr(status, name)} {name}")
-            if not found:
-                break
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                statuses = await self.statuses()
+                found = [problem for status in statuses for problem in problems_of(status)]
+                if len(statuses) != self.workers:
+                    found.append(f"{len(statuses)} workers, not {self.workers}")
+                found += self._stale_keys(statuses)
+            except (PdmeshError, RedisError) as error:
+                found = [str(error)]
+            if not found or time.monotonic() >= deadline:
+                return found
             await asyncio.sleep(0.2)
+
+    def _stale_keys(self, statuses: list[WorkerStatus]) -> list[str]:
+        """What the store holds of workers and instances that are not among ``statuses``.
+
+        The event log is history and may name them.
+        """
+        keys = Keys(self.info["name"])
+        meta, leases, roster, events = (key.encode() for key in keys.shared)
+        alive = {s.worker_id.encode(): s.instance.encode() for s in statuses}
+        owned = {key(s.worker_id).encode() for s in statuses for key in (keys.worker, keys.pages)}
+        dead = [instance.encode() for instance in self.instances - {s.instance for s in statuses}]
+        found = []
+        with redis.Redis.from_url(self.info["redis_url"]) as store:
+            for key in set(store.scan_iter()) - {events}:
+                held = contents(store, key)
+                if key not in owned | {meta, leases, roster}:
+                    found.append(f"{key!r} belongs to no worker")
+                if key in (leases, roster) and not set(held[::2]) <= alive.keys():
+                    found.append(f"{key!r} names {set(held[::2]) - alive.keys()}")
+                found += [
+                    f"{key!r} names the dead instance {instance!r}"
+                    for instance in dead
+                    if any(instance in value for value in (key, *held))
+                ]
+            for worker_id, instance in alive.items():
+                holder = store.hget(keys.worker(worker_id.decode()), "instance")
+                if holder != instance:
+                    found.append(f"{worker_id!r} is {instance!r}, the store says {holder!r}")
         return found
 
     def log(self) -> str:
@@ -84,6 +133,33 @@ class Mesh:
             f"== {path.name}\n{path.read_text(errors='replace')[-4000:]}"
             for path in sorted(self.state_dir.rglob("*.log"))
         )
+
+
+def problems_of(status: WorkerStatus) -> list[str]:
+    """What is not at rest in one worker."""
+    found = [*status.problems]
+    found += [f"{n} pages {name}" for name in POOL_AT_REST if (n := getattr(status.pool, name))]
+    found += [f"{n} {name}" for name in WORKER_AT_REST if (n := getattr(status, name))]
+    if status.state != "ready":
+        found.append(f"is {status.state}")
+    return [f"{status.worker_id}: {problem}" for problem in found]
+
+
+POOL_AT_REST = ("used", "reserved", "quarantined")
+WORKER_AT_REST = ("running", "queued", "leases")
+
+
+def contents(store: redis.Redis, key: bytes) -> list[bytes]:
+    """All that a key holds; names and values of a hash or sorted set take turns."""
+    kind = store.type(key)
+    if kind == b"hash":
+        return [part for pair in store.hgetall(key).items() for part in pair]
+    if kind == b"zset":
+        pairs = store.zrange(key, 0, -1, withscores=True)
+        return [part for name, score in pairs for part in (name, str(score).encode())]
+    if kind == b"set":
+        return list(store.smembers(key))
+    return [store.get(key) or b""] if kind == b"string" else []
 
 
 @contextmanager
@@ -144,6 +220,8 @@ class Answer:
     first_token_s: float = 0.0
     total_s: float = 0.0
     token_times: list[float] = field(default_factory=list)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with the first token."""
 
 
 @asynccontextmanager
@@ -152,25 +230,58 @@ async def chat_stub(address: str):
         yield chat_pb2_grpc.ChatServiceStub(channel)
 
 
+@asynccontextmanager
+async def asking(stub, prompt: list[int] | str, **rest):
+    """Has an answer streamed meanwhile; yields its task and the answer as far as it has come."""
+    answer = Answer()
+    task = asyncio.ensure_future(ask(stub, prompt, into=answer, **rest))
+    try:
+        yield task, answer
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def first_token(task: asyncio.Future, answer: Answer) -> None:
+    """Waits for an answer's first token; raises what ends the answer before."""
+    begun = asyncio.ensure_future(answer.started.wait())
+    await asyncio.wait({task, begun}, return_when=asyncio.FIRST_COMPLETED)
+    if not answer.started.is_set():
+        begun.cancel()
+        await task
+        raise AssertionError("the answer ended without a token")
+
+
 async def ask(
-    stub, prompt: list[int] | str, timeout: float = 120, tenant: str = "", **sampling
+    stub,
+    prompt: list[int] | str,
+    timeout: float = 120,
+    tenant: str = "",
+    into: Answer | None = None,
+    **sampling,
 ) -> Answer:
-    """Streams one answer to token ids or to a user message."""
+    """Streams one answer to token ids or to a user message.
+
+    Args:
+        into: where the answer grows, for those who watch it.
+    """
     request = chat_pb2.ChatRequest(
-        sampling=chat_pb2.Sampling(**sampling),
+        sampling=chat_pb2.Sampling(**{"temperature": 0.0, **sampling}),
         tenant=tenant,
     )
     if isinstance(prompt, str):
         request.messages.add(role="user", content=prompt)
     else:
         request.prompt_token_ids.extend(prompt)
-    answer, began = Answer(), time.monotonic()
+    answer, began = into or Answer(), time.monotonic()
     async for response in stub.StreamChat(request, timeout=timeout):
         now = time.monotonic() - began
         if response.token_ids and not answer.token_ids:
             answer.first_token_s = now
         answer.text += response.text
         answer.token_ids += response.token_ids
+        if answer.token_ids:
+            answer.started.set()
         answer.token_times += [now] * len(response.token_ids)
         answer.logprobs += response.logprobs
         if response.finish_reason:

@@ -83,6 +83,52 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(capsys, arguments, sentence
     assert lines[0].startswith("pdmesh: ")
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value", "sentence"),
+    [
+        ("model", "path", "nope", "nope does not exist; give a Hugging Face checkpoint directory"),
+        ("mesh", "redis", "foo", "'foo' is not understood"),
+        ("mesh", "redis", "redis://127.0.0.1:1", "127.0.0.1:1 does not answer"),
+        ("mesh", "host", "192.0.2.1", "'192.0.2.1': Cannot assign requested address; give an a"),
+        ("mesh", "host", "0.0.0.0", "0.0.0.0 is no address that other processes can call; give"),
+        ("mesh", "host", "a\\u0000b", "that is no host name; give an address of this machine"),
+        ("mesh", "secret_file", "no/key", "No such file or directory; give one in a folder that"),
+        ("mesh", "secret_file", "mesh.toml", "bytes; 16 to 64 are needed"),
+    ],
+)
+def test_what_a_file_sets_wrong_is_one_sentence_with_file_key_and_what_is_allowed(
+    capsys, tmp_path, section, key, value, sentence
+):
+    path = tmp_path / "mesh.toml"
+    path.write_text(f'[{section}]\n{key} = "{value}"\n# {"long " * 20}')
+    code, out, err = run(capsys, "up", "--topology", str(path), "--prompt", "x")
+    assert (code, out) == (2, "")
+    lines = [line for line in err.splitlines() if line != "pdmesh: stopping"]
+    (line,) = [line for line in lines if not line.startswith("pdmesh: starting mesh")]
+    assert line.startswith(f"pdmesh: {path}: [{section}] {key}: ")
+    assert sentence in line
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "sentence"),
+    [
+        ("--redis", "foo", "--redis: Redis URL 'foo' is not understood"),
+        ("--secret-file", "/no/key", "--secret-file: cannot read the secret file /no/key: No such"),
+        ("--host", "192.0.2.1", "--host: cannot listen on '192.0.2.1': "),
+        ("--model", "/no/model", "--model: the model directory /no/model does not exist"),
+    ],
+)
+def test_a_wrong_flag_of_one_process_is_named(capsys, tmp_path, flag, value, sentence):
+    (tmp_path / "key").write_bytes(b"k" * 32)
+    flags = {"--redis": "redis://127.0.0.1:1", "--secret-file": str(tmp_path / "key"), flag: value}
+    code, _, err = run(
+        capsys, "serve", "decode", *(part for pair in flags.items() for part in pair)
+    )
+    assert code == 2
+    assert err.startswith(f"pdmesh: {sentence}")
+    assert len(err.splitlines()) == 1
+
+
 @pytest.mark.parametrize("command", ["chat", "status"])
 def test_without_a_mesh_it_says_how_to_start_one(capsys, command):
     code, _, err = run(capsys, command)

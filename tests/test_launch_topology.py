@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.launch.restart import MAX_DEATHS, WINDOW_S, restart_delay
-from pdmesh.launch.topology import Topology, check_model, load_topology
+from pdmesh.launch.topology import SECTIONS, Topology, check_model, load_topology
 from pdmesh.wire.errors import ConfigError
 
 EVERYTHING = """
@@ -54,8 +54,8 @@ def test_everything_has_a_default(tmp_path):
 def test_a_file_may_say_everything(tmp_path):
     topology = read(tmp_path, EVERYTHING)
     plain = Topology()
-    for section in dataclasses.fields(topology):
-        mine, default = getattr(topology, section.name), getattr(plain, section.name)
+    for section in SECTIONS:
+        mine, default = getattr(topology, section), getattr(plain, section)
         for setting in dataclasses.fields(mine):
             assert getattr(mine, setting.name) != getattr(default, setting.name), setting.name
 
@@ -137,12 +137,28 @@ def test_flags_override_the_file_under_the_same_rules(tmp_path):
         topology.changed("mesh", "--port", port=-1)
 
 
+def test_a_setting_knows_where_it_comes_from(tmp_path):
+    topology = read(tmp_path, "[mesh]\nport = 9000").changed("mesh", "--host", host="10.0.0.9")
+    for key, origin in (("port", f"{tmp_path / 'mesh.toml'}: [mesh] port"), ("host", "--host")):
+        with pytest.raises(ConfigError) as raised, topology.blamed("mesh", key):
+            raise ConfigError("it is wrong")
+        assert str(raised.value) == f"{origin}: it is wrong"
+    with pytest.raises(ConfigError, match="^it is wrong$"), topology.blamed("mesh", "redis"):
+        raise ConfigError("it is wrong")
+
+
+def adapter(path: Path) -> None:
+    path.mkdir()
+    (path / "adapter_config.json").write_text("{}")
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
         (lambda path: None, "does not exist"),
         (lambda path: path.write_text(""), "is a file"),
         (lambda path: path.mkdir(), "holds no config.json"),
+        (lambda path: adapter(path), r"holds a LoRA adapter \(adapter_config.json\); merge it"),
     ],
 )
 def test_a_wrong_checkpoint_directory_is_one_sentence(tmp_path, make, sentence):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.launch.ports import DEFAULT_PORT, claim_port
+from pdmesh.launch.processes import Child, Spec
 from pdmesh.registry.embedded import EmbeddedStore
 from pdmesh.registry.store import Store, read_members
 from pdmesh.wire.errors import ConfigError
@@ -39,6 +40,20 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def commands_that_name(folder: Path) -> list[str]:
+    """Command lines of running processes that hold the folder's path."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            found += [line] if str(folder) in line else []
+    return found
 
 
 class Meshes:
@@ -121,13 +136,30 @@ def test_one_prompt_is_answered_and_nothing_stays_behind(meshes):
         assert re.search(rf"{name} +ready in [\d.]+ s at 127\.0\.0\.1:\d+", done.stderr)
     assert "logs in" in done.stderr
     assert not meshes.info()
-    left = subprocess.run(["ps", "axo", "args"], capture_output=True, text=True, check=True).stdout
-    assert str(meshes.folder) not in left
+    assert not commands_that_name(meshes.folder)
 
 
 def test_what_stands_on_standard_input_is_the_prompt(meshes):
     done = meshes.run("up", "--chat", stdin="three small words\n")
     assert done.stdout == "three small words (1 messages)\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_chat_whose_standard_input_stays_open(meshes, number):
+    reader, writer = os.pipe()
+    with open(writer, "wb") as held, open(reader, "rb") as stdin:
+        held.write(b"hi\n")
+        held.flush()
+        up = meshes.start("--chat", stdin=stdin)
+        until(lambda: up.poll() is not None or meshes.info(), "the mesh is never ready")
+        pids = meshes.info()["pids"]
+        chat = until(lambda: [p for p in children(up.pid) if p not in pids.values()], "no chat")
+        os.kill(pids["decode-0"], signal.SIGKILL)  # the mesh is watched all the same
+        until(lambda: meshes.info()["pids"].get("decode-0") != pids["decode-0"], "no restart")
+        assert alive(chat[0])  # still reading
+        up.send_signal(number)
+        assert up.wait(30) == 0
+        assert not [pid for pid in (*meshes.seen, *chat) if alive(pid)]
 
 
 def test_empty_standard_input_asks_the_default_question(meshes):
@@ -169,12 +201,11 @@ def test_killing_up_with_sigkill_ends_every_process(meshes):
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is of Linux")
 def test_killing_up_while_the_processes_start_ends_them_too(meshes):
     up = meshes.start()
-    children = Path(f"/proc/{up.pid}/task/{up.pid}/children")
-    pids = until(lambda: len(p := children.read_text().split()) == 5 and p, "five children")
+    pids = until(lambda: len(p := children(up.pid)) == 5 and p, "five children")
     up.kill()
     up.wait()
     for pid in pids:
-        until(lambda pid=pid: not alive(int(pid)), "a child outlives the supervisor", 1500)
+        until(lambda pid=pid: not alive(pid), "a child outlives the supervisor", 1500)
 
 
 @pytest.mark.parametrize("victim", sorted(PROCESSES))
@@ -403,3 +434,13 @@ def test_timing_is_shown_when_asked_for(meshes):
     done = meshes.run("chat", "--show-timing", "--prompt", "x")
     assert done.stdout == "x (1 messages)\n"
     assert "[prompt 7 tokens, 3 cached; answer 2 tokens" in done.stderr
+
+
+def test_a_loading_worker_is_shown_with_its_tensors(tmp_path):
+    child = Child(Spec("prefill-0", "prefill", (), 1), tmp_path / "prefill-0.log")
+    line = "time=t level=info process=prefill-0 event={}\n".format
+    child.log.write_text(line("loading worker=prefill-0 checkpoint=/m"))
+    assert child.progress() == "starting: loading worker=prefill-0 checkpoint=/m"
+    with child.log.open("a") as log:
+        log.write(line("loading worker=prefill-0 tensors=120/900"))
+    assert child.progress() == "loading 120/900 tensors"

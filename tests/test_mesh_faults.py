@@ -1,10 +1,12 @@
 """What users do wrong and what processes suffer, against a real mesh.
 
 After every scenario the next request is served, and nothing stays in use, in quarantine or in the
-store. The mesh is shared by the tests of this file; a process that a test kills is restarted.
+store. The mesh is shared by the tests of this file; a process that a test kills is restarted, and
+no other process may die.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -19,6 +21,7 @@ import torch
 from pdmesh.launch.topology import shipped_model
 from pdmesh.model.reference import generate_reference
 from pdmesh.model.weights import load_model
+from pdmesh.registry.store import Keys
 from pdmesh.wire import chat_pb2
 from pdmesh.wire.errors import PdmeshError
 
@@ -39,11 +42,15 @@ def model():
 
 @pytest.fixture
 async def stub(mesh):
+    """A client of the mesh, none of whose processes may die meanwhile."""
+    before = mesh.pids()
     async with meshes.chat_stub(mesh.address) as stub:
         yield stub
         answer = await meshes.ask(stub, PROMPT, max_tokens=2, ignore_eos=True)
         assert len(answer.token_ids) == 2, "the request after the scenario is served"
     assert await mesh.problems() == []
+    assert [name for name, pid in before.items() if not alive(pid)] == []
+    assert mesh.pids() == before
 
 
 def chat(**fields):
@@ -202,30 +209,48 @@ async def test_the_second_turn_of_a_chat_computes_only_the_rest(stub):
 
 @pytest.mark.parametrize("tokens_seen", [0, 1, 5])
 async def test_a_client_that_leaves_frees_both_sides(mesh, stub, tokens_seen):
-    call = stub.StreamChat(
-        chat(
-            prompt_token_ids=[9 + i % 700 for i in range(3000)],
-            sampling=chat_pb2.Sampling(max_tokens=900, ignore_eos=True),
-        ),
-        timeout=120,
-    )
-    if tokens_seen:
+    wanted, prompt = 1000, [9 + (tokens_seen + i) % 700 for i in range(3000)]
+    before = await tokens_generated(mesh)
+    async with mesh.watch() as statuses:
+        call = stub.StreamChat(
+            chat(
+                prompt_token_ids=prompt,
+                sampling=chat_pb2.Sampling(max_tokens=wanted, ignore_eos=True),
+            ),
+            timeout=120,
+        )
         seen = 0
-        async for response in call:
-            seen += len(response.token_ids)
-            if seen >= tokens_seen:
-                break
-    else:
-        await asyncio.sleep(0.3)
-    call.cancel()
+        while seen < tokens_seen:
+            seen += len((await call.read()).token_ids)
+        await busy(statuses, *(DECODE if tokens_seen else ["prefill-0"]))
+        assert call.cancel(), "the answer was still on its way"
     assert await mesh.problems() == []
+    assert await tokens_generated(mesh) - before < wanted // 2, "the work ended with the client"
 
 
 async def test_a_deadline_ends_the_work_everywhere(mesh, stub):
+    before = await tokens_generated(mesh)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await meshes.ask(stub, PROMPT, timeout=1.0, max_tokens=3000, ignore_eos=True)
+        await meshes.ask(stub, PROMPT, timeout=1.0, max_tokens=3900, ignore_eos=True)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert await mesh.problems() == []
+    assert 0 < await tokens_generated(mesh) - before < 3000
+
+
+DECODE = ("decode-0", "decode-1")
+
+
+async def tokens_generated(mesh):
+    return sum(status.tokens_generated for status in await mesh.statuses())
+
+
+async def busy(statuses, *names, timeout=30):
+    """Waits until one of the workers has work; returns the name of the one with most."""
+    async with asyncio.timeout(timeout):
+        while True:
+            most = max(await statuses(*names), key=lambda s: s.running + s.queued)
+            if most.running + most.queued:
+                return most.worker_id
 
 
 async def restarted(mesh, name, old, timeout=60):
@@ -253,95 +278,152 @@ async def ready_again(mesh, timeout=60):
     raise AssertionError(f"the mesh did not recover\n{mesh.log()}")
 
 
-@pytest.mark.parametrize("name", ["decode-0", "decode-1", "prefill-0"])
-async def test_killing_a_worker_while_streaming_costs_no_token(mesh, model, name):
-    want = generate_reference(model, PROMPT, 60)
-    old = mesh.pids()[name]
-    async with meshes.chat_stub(mesh.address) as stub:
-        asking = [
-            asyncio.ensure_future(
-                meshes.ask(stub, PROMPT, timeout=90, max_tokens=60, ignore_eos=True)
+@pytest.mark.parametrize("repeat", [1, 2])
+async def test_killing_a_decode_worker_while_it_streams_costs_no_token(mesh, model, repeat):
+    prompts = [[1000 * repeat + 200 * k + i for i in range(100)] for k in range(3)]
+    wants = [generate_reference(model, prompt, 150) for prompt in prompts]
+    async with contextlib.AsyncExitStack() as stack:
+        stub = await stack.enter_async_context(meshes.chat_stub(mesh.address))
+        statuses = await stack.enter_async_context(mesh.watch())
+        streams = [
+            await stack.enter_async_context(
+                meshes.asking(stub, prompt, timeout=90, max_tokens=150, ignore_eos=True)
             )
-            for _ in range(4)
+            for prompt in prompts
         ]
-        await asyncio.sleep(0.4)
+        for task, answer in streams:
+            await meshes.first_token(task, answer)
+        victim = await busy(statuses, *DECODE)
+        old = mesh.pids()[victim]
         os.kill(old, signal.SIGKILL)
-        for answer in await asyncio.gather(*asking, return_exceptions=True):
-            if isinstance(answer, grpc.aio.AioRpcError):
-                assert answer.code() in (grpc.StatusCode.UNAVAILABLE,), answer.details()
-            else:
-                assert answer.token_ids == want
-        await restarted(mesh, name, old)
-        await ready_again(mesh)
-        after = await meshes.ask(stub, PROMPT, max_tokens=60, ignore_eos=True)
-        assert after.token_ids == want
+        answers = await asyncio.gather(*(task for task, _ in streams))
+    assert [answer.token_ids for answer in answers] == wants
+    assert max(answer.timing.attempts for answer in answers) > 1, "one lost its worker"
+    await recovered(mesh, victim, old, model)
+
+
+async def test_killing_the_prefill_worker_costs_at_most_the_prompts_it_computes(mesh, model):
+    prompts = [[300 + (97 * k + i) % 2900 for i in range(3000)] for k in range(2)]
+    wants = [generate_reference(model, prompt, 2) for prompt in prompts]
+    want = generate_reference(model, PROMPT, 200)
+    old = mesh.pids()["prefill-0"]
+    async with contextlib.AsyncExitStack() as stack:
+        stub = await stack.enter_async_context(meshes.chat_stub(mesh.address))
+        statuses = await stack.enter_async_context(mesh.watch())
+        streaming, streamed = await stack.enter_async_context(
+            meshes.asking(stub, PROMPT, timeout=90, max_tokens=200, ignore_eos=True)
+        )
+        await meshes.first_token(streaming, streamed)
+        waiting = [
+            await stack.enter_async_context(
+                meshes.asking(stub, prompt, timeout=90, max_tokens=2, ignore_eos=True)
+            )
+            for prompt in prompts
+        ]
+        await busy(statuses, "prefill-0")
+        os.kill(old, signal.SIGKILL)
+        assert not [answer.token_ids for _, answer in waiting if answer.started.is_set()]
+        assert not streaming.done()
+        assert (await streaming).token_ids == want
+        assert streamed.timing.attempts == 1, "who is past prefill does not notice"
+        ends = await asyncio.gather(*(task for task, _ in waiting), return_exceptions=True)
+    for end, expected in zip(ends, wants, strict=True):
+        if isinstance(end, grpc.aio.AioRpcError):
+            assert end.code() is grpc.StatusCode.UNAVAILABLE, end.details()
+        else:
+            assert end.token_ids == expected
+    await recovered(mesh, "prefill-0", old, model)
+
+
+async def recovered(mesh, name, old, model):
+    """Waits until a killed worker is back; fails unless all is as before."""
+    await restarted(mesh, name, old)
+    await ready_again(mesh)
+    async with meshes.chat_stub(mesh.address) as stub:
+        after = await meshes.ask(stub, PROMPT, max_tokens=30, ignore_eos=True)
+    assert after.token_ids == generate_reference(model, PROMPT, 30)
     assert await mesh.problems() == []
 
 
 async def test_killing_the_router_ends_its_streams_and_frees_their_pages(mesh):
-    old = mesh.pids()["router"]
-    async with meshes.chat_stub(mesh.address) as stub:
-        asking = asyncio.ensure_future(
-            meshes.ask(stub, PROMPT, timeout=60, max_tokens=900, ignore_eos=True)
-        )
-        await asyncio.sleep(0.5)
+    old, before = mesh.pids()["router"], await tokens_generated(mesh)
+    async with (
+        meshes.chat_stub(mesh.address) as stub,
+        mesh.watch() as statuses,
+        meshes.asking(stub, PROMPT, timeout=60, max_tokens=3000, ignore_eos=True) as (task, answer),
+    ):
+        await meshes.first_token(task, answer)
+        await busy(statuses, *DECODE)
         os.kill(old, signal.SIGKILL)
         with pytest.raises(grpc.aio.AioRpcError):
-            await asking
+            await task
     await restarted(mesh, "router", old)
-    for _ in range(200):
-        try:
-            async with meshes.chat_stub(mesh.address) as stub:
-                answer = await meshes.ask(stub, PROMPT, max_tokens=3, ignore_eos=True)
-            break
-        except grpc.aio.AioRpcError:
-            await asyncio.sleep(0.1)
-    assert len(answer.token_ids) == 3
+    assert len((await served_again(mesh)).token_ids) == 3
     assert await mesh.problems() == []
+    assert await tokens_generated(mesh) - before < 1500, "the work ended with the router"
+
+
+async def served_again(mesh, timeout=60):
+    """The first answer after the router was away."""
+    async with asyncio.timeout(timeout):
+        while True:
+            try:
+                async with meshes.chat_stub(mesh.address) as stub:
+                    return await meshes.ask(stub, PROMPT, max_tokens=3, ignore_eos=True)
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.1)
 
 
 async def test_no_key_of_a_dead_worker_stays_in_the_store(mesh):
     """A killed worker comes back as a new instance; after its lease nothing names the old one."""
-    pid = mesh.pids()["decode-0"]
+    old = mesh.pids()["decode-0"]
     dead = next(s.instance for s in await mesh.statuses() if s.worker_id == "decode-0")
-    os.kill(pid, signal.SIGKILL)
-    await restarted(mesh, "decode-0", pid)
+    os.kill(old, signal.SIGKILL)
+    await restarted(mesh, "decode-0", old)
     await ready_again(mesh)
-    store = redis.Redis.from_url(mesh.info["redis_url"])
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        if not [key for key in store.scan_iter() if names(store, key, dead)]:
-            break
-        await asyncio.sleep(0.2)
-    assert [key for key in store.scan_iter() if names(store, key, dead)] == []
-    store.close()
-
-
-def names(store, key, instance):
-    """Whether a key, or what a worker's own key holds, names an instance; the event log aside."""
-    if instance.encode() in key:
-        return True
-    kind = store.type(key)
-    if kind == b"hash":
-        return any(instance.encode() in v for pair in store.hgetall(key).items() for v in pair)
-    return kind == b"string" and instance.encode() in (store.get(key) or b"")
+    assert dead in mesh.instances
+    assert dead not in {s.instance for s in await mesh.statuses()}
+    assert await mesh.problems() == []
 
 
 async def test_a_lost_store_fails_no_request(mesh):
     old = mesh.pids()["store"]
-    async with meshes.chat_stub(mesh.address) as stub:
-        asking = asyncio.ensure_future(
-            meshes.ask(stub, PROMPT, timeout=90, max_tokens=100, ignore_eos=True)
-        )
-        await asyncio.sleep(0.3)
+    async with (
+        meshes.chat_stub(mesh.address) as stub,
+        meshes.asking(stub, PROMPT, timeout=90, max_tokens=300, ignore_eos=True) as (task, answer),
+    ):
+        await meshes.first_token(task, answer)
         os.kill(old, signal.SIGKILL)
+        assert not task.done()
         during = await meshes.ask(stub, PROMPT[:50], max_tokens=5, ignore_eos=True)
         assert len(during.token_ids) == 5
-        assert len((await asking).token_ids) == 100
+        assert len((await task).token_ids) == 300
+        assert answer.timing.attempts == 1
         await restarted(mesh, "store", old)
         await ready_again(mesh)
         assert len((await meshes.ask(stub, PROMPT, max_tokens=5, ignore_eos=True)).token_ids) == 5
     assert await mesh.problems() == []
+
+
+@pytest.mark.parametrize("fault", ["a missing worker", "a dead worker's pages", "a dead instance"])
+async def test_a_mesh_is_not_called_at_rest_when_it_is_not(mesh, monkeypatch, fault):
+    """The check that all tests here rely on sees what it is for."""
+    keys = Keys(mesh.info["name"])
+    assert await mesh.problems() == []
+    with redis.Redis.from_url(mesh.info["redis_url"]) as store:
+        if fault == "a missing worker":
+            monkeypatch.setattr(mesh, "workers", 4)
+        elif fault == "a dead worker's pages":
+            store.sadd(keys.pages("decode-9"), b"x" * 16)
+        else:
+            gone = "0123456789abcdef"
+            monkeypatch.setattr(mesh, "instances", {*mesh.instances, gone})
+            store.hset(keys.shared[0], "left", gone)
+        try:
+            assert len(await mesh.problems(patience=0)) == 1
+        finally:
+            store.delete(keys.pages("decode-9"))
+            store.hdel(keys.shared[0], "left")
 
 
 def alive(pid):

@@ -208,3 +208,17 @@ def test_no_value_of_a_yarn_field_ends_in_another_error(name):
         except ConfigError:
             continue
         assert rope_table(config, torch.device("cpu")).cos.isfinite().all()
+
+
+def test_an_nvfp4_export_that_says_so_in_its_own_file_only_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    path = tmp_path / "hf_quant_config.json"
+    for harmless in ({"quantization": {"quant_algo": None}}, {}):
+        path.write_text(json.dumps(harmless))
+        assert ModelConfig.from_path(tmp_path) == ModelConfig.from_hf(TINY)
+    path.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
+    with pytest.raises(ConfigError, match=r"hf_quant_config.json: quant_algo 'NVFP4' is not serv"):
+        ModelConfig.from_path(tmp_path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"hf_quant_config.json cannot be read"):
+        ModelConfig.from_path(tmp_path)

@@ -89,6 +89,21 @@ def test_weights_are_cast_and_routers_stay_float32(tmp_path):
     assert model.gates()[0].e_score_correction_bias.dtype == torch.float32
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_of_any_float_type_is_read(checkpoint, stored, loaded):
+    edit(checkpoint, lambda t: t.update({name: value.to(stored) for name, value in t.items()}))
+    assert {t.dtype for t in load_file(checkpoint / "model.safetensors").values()} == {stored}
+    model = load_model(checkpoint, dtype=loaded)
+    exact, read = tiny_model().state_dict(), model.state_dict()
+    assert exact.keys() == read.keys()
+    for name, value in exact.items():
+        want = value.to(stored).to(read[name].dtype)
+        assert torch.equal(read[name], want), name
+    assert model.dtype == loaded
+    assert model.gates()[0].weight.dtype == torch.float32
+
+
 def test_a_smaller_checkpoint_replaces_the_shards_of_a_larger_one(tmp_path):
     save_checkpoint(tiny_model(num_hidden_layers=4), tmp_path, max_shard_bytes=20_000)
     save_checkpoint(tiny_model(), tmp_path)

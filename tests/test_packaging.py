@@ -50,7 +50,6 @@ def test_no_folder_is_importable_under_a_plain_name():
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> set[str]:
     """The files in a wheel built, without network, from a copy whose weights are empty."""
-    pytest.importorskip("setuptools")
     base = tmp_path_factory.mktemp("wheel")
     source = base / "source"
     source.mkdir()

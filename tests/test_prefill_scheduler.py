@@ -110,3 +110,20 @@ def test_a_full_queue_refuses_with_a_sentence():
     s.add(PrefillJob("a", 1))
     with pytest.raises(Overloaded, match="holds 1 prompts"):
         s.add(PrefillJob("b", 1))
+
+
+def test_short_prompts_share_a_step_up_to_a_bound_and_a_long_one_fills_it_alone():
+    s = PrefillScheduler(512, 64, 100, join_tokens=128)
+    for name in "abcd":
+        s.add(PrefillJob(name, 60))
+    s.add(PrefillJob("long", 2000))
+    start = start_at(dict.fromkeys([*"abcd", "long"], 0))
+    steps = []
+    while not s.idle and len(steps) < 10:
+        chunks = s.next_batch(start)
+        steps.append([(c.job.job_id, c.end - c.start) for c in chunks])
+        for c in chunks:
+            s.advance(c)
+    assert steps[0] == [("a", 60), ("b", 60), ("c", 60)]
+    assert steps[1] == [("d", 60), ("long", 448)]
+    assert steps[2] == [("long", 512)]

@@ -14,6 +14,7 @@ from pdmesh.wire.errors import (
     InvalidRequest,
     LeaseGone,
     Overloaded,
+    TooLarge,
     TransferFailed,
     Unavailable,
     WorkerLost,
@@ -22,6 +23,7 @@ from pdmesh.wire.messages import PrefillRequest, ReserveRequest, StreamRequest
 
 TOKENIZER = load_tokenizer(fakes.MODEL_PATH)
 STORY = TOKENIZER.encode("Once upon a time a crow 🐦 sang to the sea, and the sea sang back to it.")
+BIRDS = TOKENIZER.encode("A crow 🐦 and 鴉 sang “ça” to 👩‍👧.")
 FIRST = ("decode-0", "prefill-0")
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -155,6 +157,39 @@ async def test_a_stop_string_across_a_failover_is_found(tmp_path):
         assert answer.last.timing.attempts == 2
 
 
+def cuts_inside_characters(ids):
+    """Numbers of leading tokens that end between the bytes of a character."""
+    return [n for n in range(2, len(ids)) if TOKENIZER.decode(ids[:n]).endswith("\ufffd")]
+
+
+def test_the_sentence_for_cut_characters_has_many():
+    assert len(cuts_inside_characters(BIRDS)) >= 6
+
+
+@pytest.mark.parametrize("fault", ["die_at", "end_at"])
+@pytest.mark.parametrize("chunk", [1, 3])
+async def test_a_failover_between_the_bytes_of_a_character_leaves_it_whole(tmp_path, fault, chunk):
+    text = TOKENIZER.decode(BIRDS)
+    assert "\ufffd" not in text
+    for cut in cuts_inside_characters(BIRDS):
+        async with two_of_each(tmp_path) as mesh:
+            tell(mesh, chunk=chunk)
+            for worker in mesh.workers:
+                worker.answer = BIRDS
+            prefer(mesh, *FIRST)
+            setattr(mesh.decode[0], fault, cut)
+            answer = await mesh.chat(max_tokens=len(BIRDS))
+            assert answer.last.timing.attempts == 2
+            assert answer.ids == BIRDS
+            assert answer.text == text
+            assert not [r.text for r in answer.responses if "\ufffd" in r.text]
+            if chunk == 1 and fault == "end_at":  # a killed worker's last chunks may be lost
+                (again,) = mesh.decode[1].seen(StreamRequest)
+                kept = BIRDS[: again.output_offset]
+                assert len(kept) == cut
+                assert TOKENIZER.decode(kept).endswith("\ufffd"), "the cut is inside a character"
+
+
 async def test_a_full_decode_worker_is_passed_over(tmp_path):
     async with two_of_each(tmp_path) as mesh:
         tell(mesh)
@@ -263,6 +298,7 @@ async def test_another_process_at_a_workers_address_is_not_taken_for_it(tmp_path
     ("error", "status"),
     [
         (InvalidRequest("too long for this worker"), grpc.StatusCode.INVALID_ARGUMENT),
+        (TooLarge("over 64 MiB"), EXHAUSTED),
         (InternalError("a bug"), grpc.StatusCode.INTERNAL),
         (ValueError("a bug"), grpc.StatusCode.INTERNAL),
     ],

@@ -1,10 +1,13 @@
 """What stands around the chat service: keepalive, health, reflection, metrics, start and stop."""
 
 import asyncio
+import contextlib
 import logging
+import time
 import urllib.request
 
 import grpc
+import msgspec
 import pytest
 import router_fakes as fakes
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -127,6 +130,118 @@ async def test_a_client_that_pings_often_during_a_silent_stream_gets_its_answer(
                 data += payload if kind == DATA else b""
         client.writer.close()
         await mesh.at_rest()
+
+
+class Cable:
+    """A TCP proxy that can be cut: then it carries nothing and tells nobody."""
+
+    def __init__(self, address):
+        self.host, port = address.split(":")
+        self.port = int(port)
+        self.whole = asyncio.Event()
+        self.whole.set()
+        self.tasks = []
+
+    async def __aenter__(self):
+        self.server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_):
+        self.server.close()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def _carry(self, reader, writer):
+        self.tasks.append(asyncio.current_task())
+        await self.whole.wait()
+        there, back = await asyncio.open_connection(self.host, self.port)
+        try:
+            await asyncio.gather(self._pump(reader, back), self._pump(there, writer))
+        finally:
+            writer.close()
+            back.close()
+
+    async def _pump(self, reader, writer):
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                await self.whole.wait()
+                writer.write(data)
+                await writer.drain()
+        await self.whole.wait()  # the end of a connection does not get through either
+        writer.close()
+
+
+NOTICED_S = 25
+"""Keepalive needs 10 s to ask and 10 s to give up."""
+
+
+async def within(seconds, condition):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("method", ["Prefill", "Stream"])
+async def test_a_cut_between_client_and_router_is_noticed_at_both_ends(tmp_path, method):
+    async with fakes.mesh(tmp_path, decode=1) as mesh, Cable(mesh.router.address) as cable:
+        worker = mesh.prefill[0] if method == "Prefill" else mesh.decode[0]
+        reached = worker.wait_in(method)
+        async with fakes.client_channel(cable.address) as channel:
+            stub = fakes.chat_pb2_grpc.ChatServiceStub(channel)
+            call = stub.StreamChat(fakes.ask(max_tokens=4), timeout=300)
+            reading = asyncio.ensure_future(read_all(call))
+            await reached.wait()
+            cable.whole.clear()
+            cut = time.monotonic()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await asyncio.wait_for(reading, NOTICED_S)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            await within(NOTICED_S - (time.monotonic() - cut), lambda: worker.cancelled == [method])
+            await mesh.at_rest()
+
+
+async def read_all(call):
+    return [response async for response in call]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("method", ["Prefill", "Stream"])
+async def test_a_cut_between_router_and_worker_is_noticed_at_both_ends(tmp_path, method):
+    """The request goes on elsewhere, and the worker that was cut off ends its part."""
+    role = "prefill" if method == "Prefill" else "decode"
+    async with fakes.mesh(tmp_path, prefill=2, decode=2) as mesh:
+        first, second = getattr(mesh, role)
+        reached = first.wait_in(method)
+        async with Cable(first.address) as cable:
+            # A new instance behind the cable, as the router keeps the channel of the old one.
+            first.instance = "0123456789abcdef"
+            index = next(i for i, r in enumerate(mesh.registry.records) if r.role == role)
+            mesh.registry.records[index] = msgspec.structs.replace(
+                mesh.registry.records[index], instance=first.instance, address=cable.address
+            )
+            await within(10, lambda: first.instance in {r.instance for r in usable(mesh, role)})
+            mesh.router.view.add(second.instance, role, 20, 20_000)
+            answer = asyncio.ensure_future(mesh.chat(max_tokens=4, timeout=300))
+            await asyncio.wait_for(reached.wait(), 10)
+            cable.whole.clear()
+            cut = time.monotonic()
+            done = await asyncio.wait_for(answer, NOTICED_S)
+            assert len(done.ids) == 4
+            assert done.last.timing.attempts == 2
+            await within(NOTICED_S - (time.monotonic() - cut), lambda: first.cancelled == [method])
+            cable.whole.set()
+            mesh.router.view.add(second.instance, role, -20, -20_000)
+            for worker in mesh.decode:
+                worker.leases.clear()
+
+
+def usable(mesh, role):
+    return mesh.router.view.ready(role)
 
 
 async def test_health_follows_the_workers(tmp_path):

@@ -79,8 +79,8 @@ def test_a_story_that_is_asked_for_is_told_to_its_end_without_going_in_circles(m
 
 
 def test_held_out_text_costs_no_more_bits_a_byte_than_the_card_allows(sample_scores):
-    assert sample_scores.bits_per_byte <= SAMPLE_BITS
+    assert sample_scores.bits_per_byte <= 1.25
 
 
 def test_the_mtp_layer_agrees_with_the_model_on_most_held_out_tokens(sample_scores):
-    assert sample_scores.mtp_acceptance >= SAMPLE_MTP
+    assert sample_scores.mtp_acceptance >= 0.68

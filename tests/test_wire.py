@@ -1,6 +1,8 @@
 """Messages, hashes and errors: what crosses a process boundary means the same on both sides."""
 
+import asyncio
 import itertools
+from contextlib import asynccontextmanager
 
 import grpc
 import msgpack
@@ -241,9 +243,96 @@ async def test_an_absent_peer_is_unavailable():
     await client.close()
 
 
-async def test_closing_a_stream_cancels_it_at_the_peer():
-    import asyncio
+async def test_a_message_over_the_internal_limit_is_too_large_and_sent_once():
+    calls = []
+    huge = (b"x" * (MAX_INTERNAL_MESSAGE + 1),)
 
+    async def echo(request):
+        calls.append("Echo")
+        return request
+
+    async def inflate(_):
+        calls.append("Inflate")
+        return reserve(hashes=huge)
+
+    async def swell(_):
+        calls.append("Swell")
+        yield reserve()
+        yield reserve(hashes=huge)
+
+    server, address = await serve(
+        [
+            Method("Echo", ReserveRequest, unary=echo),
+            Method("Inflate", Empty, unary=inflate),
+            Method("Swell", Empty, stream=swell),
+        ]
+    )
+    async with watched(address) as (door, connections):
+        client = Client(door, "test")
+        small = await client.unary("Echo", reserve(), ReserveRequest, timeout=30)
+        assert small == reserve()
+        with pytest.raises(errors.TooLarge, match=r"Echo: .*larger"):
+            await client.unary("Echo", reserve(hashes=huge), ReserveRequest, timeout=30)
+        with pytest.raises(errors.TooLarge, match=r"Inflate: .*larger"):
+            await client.unary("Inflate", Empty(), ReserveRequest, timeout=30)
+        stream = client.stream("Swell", Empty(), ReserveRequest, timeout=30)
+        assert await anext(stream) == reserve()
+        with pytest.raises(errors.TooLarge, match=r"Swell: .*larger"):
+            await anext(stream)
+        assert await client.unary("Echo", reserve(), ReserveRequest, timeout=30) == reserve()
+        assert calls == ["Echo", "Inflate", "Swell", "Echo"], "nothing is sent a second time"
+        assert len(connections) == 1, "the connection outlives the refusals"
+        await client.close()
+    await server.stop(None)
+
+
+async def test_a_server_refuses_a_message_over_the_internal_limit_by_itself():
+    calls = []
+
+    async def take(_):
+        calls.append("Take")
+        return Empty()
+
+    server, address = await serve([Method("Take", ReserveRequest, unary=take)])
+    unlimited = [("grpc.max_send_message_length", -1)]
+    async with (
+        watched(address) as (door, connections),
+        grpc.aio.insecure_channel(door, options=unlimited) as channel,
+    ):
+        call = channel.unary_unary("/pdmesh.internal.test/Take")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(encode(reserve(hashes=(b"x" * MAX_INTERNAL_MESSAGE,))), timeout=60)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert calls == []
+        await call(encode(reserve()), timeout=30)
+        assert calls == ["Take"]
+        assert len(connections) == 1
+    await server.stop(None)
+
+
+@asynccontextmanager
+async def watched(address):
+    """Another address for a server, and a list of the connections that were made to it."""
+    host, port = address.split(":")
+    connections = []
+
+    async def pump(reader, writer):
+        while data := await reader.read(1 << 20):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def accept(reader, writer):
+        connections.append(writer)
+        there, back = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(pump(reader, back), pump(there, writer), return_exceptions=True)
+
+    proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
+    async with proxy:
+        yield f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}", connections
+
+
+async def test_closing_a_stream_cancels_it_at_the_peer():
     ended = asyncio.Event()
 
     async def endless(_):

@@ -274,7 +274,7 @@ class Rig:
         return StreamRequest(
             lease_id=lease.lease_id,
             generation=lease.generation,
-            request_id="r",
+            request_id=fields.pop("request_id", "r"),
             attempt=1,
             token_ids=tuple(prompt),
             first_token=first.token_id,

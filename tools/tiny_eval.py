@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +56,7 @@ def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
 
 
 @torch.no_grad()
-def score(forward: Forward, held_out: Packed, context: int, documents: range) -> Scores:
+def score(forward: Forward, held_out: Packed, context: int, documents: Sequence[int]) -> Scores:
     """Score the chosen documents of the held-out set, one window at a time."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bits, accepted, tried = 0.0, 0, 0
@@ -72,7 +72,7 @@ def score(forward: Forward, held_out: Packed, context: int, documents: range) ->
             hit, count = _mtp_hits(rows, tokens[begin:end], scored - begin)
             accepted, tried = accepted + hit, tried + count
             load = rows.load.double() if load is None else load + rows.load.double()
-    num_bytes = int(held_out.raw_bytes[documents.start : documents.stop].sum())
+    num_bytes = int(held_out.raw_bytes[list(documents)].sum())
     balance = 1.0 if load is None else float((load.amax(-1) / load.mean(-1)).mean())
     return Scores(bits / num_bytes, accepted / max(tried, 1), balance, num_bytes)
 

@@ -28,10 +28,8 @@ def main() -> None:
     print("all", vars(score(network.rows, held_out, args.context, range(len(sources)))))
     for source in sorted(set(sources)):
         chosen = [n for n, one in enumerate(sources) if one == source]
-        parts = [score(network.rows, held_out, args.context, range(n, n + 1)) for n in chosen]
-        total = sum(part.num_bytes for part in parts)
-        bits = sum(part.bits_per_byte * part.num_bytes for part in parts)
-        print(f"{source}: {len(chosen)} documents, {total} bytes, {bits / total:.4f} bits/byte")
+        part = score(network.rows, held_out, args.context, chosen)
+        print(source, len(chosen), "documents", vars(part), flush=True)
 
 
 if __name__ == "__main__":

@@ -278,9 +278,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--work", type=Path, default=Path(".train/run"), help="checkpoints of the running training")
     add("--out", type=Path, default=Path(".train/out"), help="where the finished model is written")
     add("--resume", action="store_true", help="go on from the last checkpoint in --work")
-    add("--pretrain-minutes", type=float, default=8.0)
-    add("--anneal-minutes", type=float, default=6.0)
-    add("--sft-minutes", type=float, default=1.5)
+    add("--pretrain-minutes", type=float, default=5.0)
+    add("--anneal-minutes", type=float, default=5.3)
+    add("--sft-minutes", type=float, default=1.2)
     add(
         "--polish-minutes",
         type=float,
@@ -294,7 +294,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--muon-rate", type=float, default=5e-3)
     add("--adam-rate", type=float, default=4e-3)
     add("--decay", type=float, default=0.2, help="weight decay of the matrices")
-    add("--sft-rate", type=float, default=0.1, help="rate fine-tuning starts with, of the peak")
+    add("--sft-rate", type=float, default=0.08, help="rate fine-tuning starts with, of the peak")
     add("--dropout", type=float, default=0.1)
     add("--average", type=float, default=0.998, help="decay of the averaged weights")
     add("--bias-speed", type=float, default=2e-3, help="step of the expert biases")
