@@ -1,6 +1,7 @@
 """Configs: published ones are read, and what is not served is refused by its name."""
 
 import dataclasses
+import json
 import math
 
 import pytest

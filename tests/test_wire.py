@@ -1,8 +1,8 @@
 """Messages, hashes and errors: what crosses a process boundary means the same on both sides."""
 
 import asyncio
+import contextlib
 import itertools
-from contextlib import asynccontextmanager
 
 import grpc
 import msgpack
@@ -310,26 +310,36 @@ async def test_a_server_refuses_a_message_over_the_internal_limit_by_itself():
     await server.stop(None)
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def watched(address):
     """Another address for a server, and a list of the connections that were made to it."""
     host, port = address.split(":")
-    connections = []
+    connections, carrying = [], []
 
     async def pump(reader, writer):
-        while data := await reader.read(1 << 20):
-            writer.write(data)
-            await writer.drain()
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 20):
+                writer.write(data)
+                await writer.drain()
         writer.close()
 
     async def accept(reader, writer):
         connections.append(writer)
+        carrying.append(asyncio.current_task())
         there, back = await asyncio.open_connection(host, int(port))
-        await asyncio.gather(pump(reader, back), pump(there, writer), return_exceptions=True)
+        try:
+            await asyncio.gather(pump(reader, back), pump(there, writer))
+        finally:
+            for end in (writer, back):
+                end.transport.abort()
+            await asyncio.sleep(0)
 
     proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
     async with proxy:
         yield f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}", connections
+        for task in carrying:
+            task.cancel()
+        await asyncio.gather(*carrying, return_exceptions=True)
 
 
 async def test_closing_a_stream_cancels_it_at_the_peer():

@@ -45,12 +45,14 @@ VERSION_KEY = "pdmesh-protocol"
 _KEEPALIVE_CLIENT = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # its default, a minute, overrides the line above
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 _KEEPALIVE_SERVER = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # its default, a minute, overrides the line above
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
@@ -77,6 +79,9 @@ def channel_options() -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", MAX_INTERNAL_MESSAGE),
         ("grpc.max_send_message_length", MAX_INTERNAL_MESSAGE),
         ("grpc.enable_retries", 0),
+        # A channel has connections of its own: another one's back-off from a worker that died does
+        # not hold up the first call to its successor at the same address.
+        ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         *_KEEPALIVE_CLIENT,
