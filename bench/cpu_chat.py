@@ -67,6 +67,7 @@ class Transformers:
             ours = load_model(checkpoint, torch.float32, torch.device("cpu"), mtp=True)
             save_checkpoint(ours, folder, fp8=False, dtype=torch.float32)
             self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            self._model.generation_config.eos_token_id = None
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
         """Seconds of one batched call, and the new tokens."""
@@ -80,7 +81,6 @@ class Transformers:
                 input_ids=ids,
                 attention_mask=mask,
                 max_new_tokens=new_tokens,
-                min_new_tokens=new_tokens,
                 do_sample=False,
                 pad_token_id=0,
             )
@@ -199,7 +199,7 @@ def report(rates: dict[str, list[float]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens an answer (64)")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens an answer (128)")
     parser.add_argument("--chats", type=int, default=16, help="concurrent chats (16)")
     parser.add_argument("--singles", type=int, default=4, help="chats one after another (4)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds, sides taking turns (3)")
