@@ -189,7 +189,10 @@ async def test_a_prompt_sent_again_gives_the_same_tokens(stub, model, length):
 
 async def test_the_second_turn_of_a_chat_computes_only_the_rest(stub):
     story = "Tell me a story about a fox who lost her way in the forest. " * 12
-    first = chat(messages=says(story), sampling=chat_pb2.Sampling(max_tokens=80, ignore_eos=True))
+    first = chat(
+        messages=says(story),
+        sampling=chat_pb2.Sampling(max_tokens=80, ignore_eos=True, temperature=0),
+    )
     responses = await read_all(stub.StreamChat(first, timeout=120))
     text = "".join(r.text for r in responses)
     second = chat(
@@ -215,7 +218,7 @@ async def test_a_client_that_leaves_frees_both_sides(mesh, stub, tokens_seen):
         call = stub.StreamChat(
             chat(
                 prompt_token_ids=prompt,
-                sampling=chat_pb2.Sampling(max_tokens=wanted, ignore_eos=True),
+                sampling=chat_pb2.Sampling(max_tokens=wanted, ignore_eos=True, temperature=0),
             ),
             timeout=120,
         )

@@ -161,7 +161,8 @@ class PrefillSide(Side):
     def __init__(self, fmt, options):
         super().__init__(fmt, options)
         self.gate = Gate(PrefillRunner(options.model, self.store, PAGE, options.mtp))
-        scheduler = PrefillScheduler(options.chunk_tokens, PAGE, options.max_queue)
+        tokens = options.chunk_tokens
+        scheduler = PrefillScheduler(tokens, PAGE, options.max_queue, join_tokens=tokens)
         limits = PrefillLimits(fmt, VOCAB, MODEL.config.max_position_embeddings, SECRET)
         self.worker = PrefillWorker(self.gate, self.kv, self.store, scheduler, limits)
 
