@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from pdmesh.kvtransfer.lease import LeaseTable
 from pdmesh.kvtransfer.protocol import receiver as r
 from pdmesh.kvtransfer.protocol import sender as s
-from pdmesh.wire.errors import InternalError, LeaseGone
+from pdmesh.wire.errors import InternalError
 from pdmesh.wire.messages import Fin
 
 
@@ -380,33 +379,3 @@ def test_the_search_finds_a_stray_write_when_the_quarantine_is_left_too_early():
     world = receiver_step(world, r.Cancelled())
     early = replace(world, freed=True)
     assert any(after.stray for after in successors(early))
-
-
-def test_a_reissued_lease_has_a_higher_generation():
-    table = LeaseTable()
-    first = table.issue("a", [1, 2], 10.0)
-    second = table.issue("a", [3], 20.0)
-    assert second.generation > first.generation
-    assert table.require("a", second.generation).pages == (3,)
-    with pytest.raises(LeaseGone, match="generation"):
-        table.require("a", first.generation)
-
-
-def test_a_generation_is_not_used_again_after_a_release():
-    table = LeaseTable()
-    first = table.issue("a", [1], 10.0)
-    assert table.release("a") == first
-    assert table.release("a") is None
-    with pytest.raises(LeaseGone, match="released"):
-        table.require("a", first.generation)
-    assert table.issue("a", [1], 10.0).generation > first.generation
-
-
-def test_a_deadline_names_the_leases_to_drain_and_removes_none():
-    table = LeaseTable()
-    table.issue("a", [1], 10.0)
-    late = table.issue("b", [2], 5.0)
-    assert table.expired(7.0) == [late]
-    assert len(table) == 2
-    assert "b" in table
-    assert table.get("c") is None
