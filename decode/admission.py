@@ -47,7 +47,7 @@ def new_sequence(
     Raises:
         TransferFailed: what prefill sent with the pages does not fit the request or this model.
     """
-    if fin.first_token != request.first_token:
+    if fin.first_tokens != (request.first_token,):
         raise TransferFailed("the first token differs between router and prefill worker")
     stops = set(request.sampling.stop_token_ids)
     if not request.sampling.ignore_eos:

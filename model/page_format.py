@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pdmesh.model.config import ModelConfig
-from pdmesh.wire.hashes import PageFormat
+from pdmesh.wire.hashes import Arithmetic, PageFormat
 from pdmesh.wire.ids import PAGE_SIZE
 
 
 def page_format(
-    config: ModelConfig, model_name: str, weights: str, dtype: str, mtp: bool
+    config: ModelConfig,
+    model_name: str,
+    weights: str,
+    dtype: str,
+    mtp: bool,
+    page_size: int = PAGE_SIZE,
+    arithmetic: Arithmetic = "fast",
 ) -> PageFormat:
     """What two workers must agree on to exchange pages of this model.
 
@@ -18,14 +24,17 @@ def page_format(
         weights: fingerprint of configuration and weights.
         dtype: "float32", "bfloat16" or "float16".
         mtp: whether MTP latents are kept in the pages.
+        page_size: tokens a page.
+        arithmetic: "fast" or "exact"; see `Arithmetic`.
     """
     mtp_layers = config.num_nextn_predict_layers if mtp else 0
     return PageFormat(
         model=model_name,
         weights=weights,
         dtype=dtype,
-        page_size=PAGE_SIZE,
+        page_size=page_size,
         num_layers=config.num_hidden_layers + mtp_layers,
         mtp_layers=mtp_layers,
         latent_width=config.kv_lora_rank + config.qk_rope_head_dim,
+        arithmetic=arithmetic,
     )

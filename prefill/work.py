@@ -148,8 +148,8 @@ class Work:
         lease, tokens = self.request.lease, self.job.num_tokens
         cached = min(self.job.write_from, tokens - 1)
         return FirstToken(
-            token_id=result.token_id,
-            logprobs=result.logprobs,
+            token_ids=(result.token_id,),
+            logprobs=() if result.logprobs is None else (result.logprobs,),
             cached_tokens=cached,
             computed_tokens=tokens - cached,
             pushed_pages=lease.num_pages - lease.cached_pages,
@@ -166,7 +166,7 @@ class Work:
             generation=lease.generation,
             request_id=self.request.request_id,
             num_writes=(lease.num_pages - lease.cached_pages) * page_format.num_layers,
-            first_token=token,
+            first_tokens=(token,),
             last_hidden=_raw(self.carry) if with_hidden else b"",
         )
 

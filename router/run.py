@@ -126,7 +126,7 @@ class Run:
             request_id=self.request.request_id,
             attempt=self.gate.attempt,
             token_ids=self.tokens,
-            first_token=first.token_id,
+            first_token=first.token_ids[0],
             sampling=self.sampling,
             output_offset=self.offset,
             eos_token_ids=self.eos_ids,
@@ -146,8 +146,8 @@ class Run:
             TokenChunk(
                 attempt=self.gate.attempt,
                 position=self.offset,
-                token_ids=(first.token_id,),
-                logprobs=() if first.logprobs is None else (first.logprobs,),
+                token_ids=first.token_ids,
+                logprobs=first.logprobs,
             )
         )
 

@@ -132,7 +132,7 @@ def fin_of(transfer: Transfer, token: int = 7) -> Fin:
         generation=transfer.lease.generation,
         request_id="request",
         num_writes=transfer.num_writes,
-        first_token=token,
+        first_tokens=(token,),
         last_hidden=b"hidden",
     )
 

@@ -179,8 +179,8 @@ class FakePrefill(FakeWorker):
         await self.enter("Prefill", request)
         token = answer_token(self.answer, request.output_offset)
         return FirstToken(
-            token_id=token,
-            logprobs=logprobs(token, request.sampling.logprobs),
+            token_ids=(token,),
+            logprobs=tuple(e for e in (logprobs(token, request.sampling.logprobs),) if e),
             cached_tokens=self.cached_tokens,
             computed_tokens=len(request.token_ids) - self.cached_tokens,
             pushed_pages=1,

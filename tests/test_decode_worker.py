@@ -166,7 +166,7 @@ async def test_seeded_choices_go_on_where_an_attempt_broke_off():
         lease = await mesh.reserve(longer, 7)
         first = await mesh.compute(longer, lease, sampling, output_offset=5)
         chunks = await mesh.read(longer, lease, first, sampling, output_offset=5)
-        assert [first.token_id, *(t for c in chunks for t in c.token_ids)] == whole.tokens[5:]
+        assert [first.token_ids[0], *(t for c in chunks for t in c.token_ids)] == whole.tokens[5:]
         assert chunks[0].position == 6
 
 
@@ -202,7 +202,9 @@ async def test_a_request_that_differs_from_its_reservation_is_refused_and_hurts_
             with pytest.raises(InvalidRequest, match=word):
                 await mesh.read(tokens, lease, first, sampling, **fields)
         chunks = await mesh.read(prompt, lease, first, good)
-        assert [first.token_id, *(t for c in chunks for t in c.token_ids)] == reference(prompt, 8)
+        assert [first.token_ids[0], *(t for c in chunks for t in c.token_ids)] == reference(
+            prompt, 8
+        )
         with pytest.raises(LeaseGone):
             await mesh.read(prompt, lease, first, good)
         assert mesh.decode.worker.cancelled == 0
@@ -265,7 +267,7 @@ async def test_a_cancelled_request_is_gone_and_counted_once(when, how):
             mesh.prefill.gate.hold()
             computing = asyncio.ensure_future(mesh.compute(prompt, lease))
             await mesh.prefill.gate.step_begins()
-            fake = type("First", (), {"token_id": 1})()
+            fake = type("First", (), {"token_ids": 1})()
             reading = asyncio.ensure_future(mesh.read(prompt, lease, fake))
             await asyncio.sleep(0)
         else:
@@ -289,7 +291,7 @@ async def test_a_cancelled_request_is_gone_and_counted_once(when, how):
             gate.let_go()
             await asyncio.gather(*releasing)
             chunks = await second
-            assert [first2.token_id, *(t for c in chunks for t in c.token_ids)] == reference(
+            assert [first2.token_ids[0], *(t for c in chunks for t in c.token_ids)] == reference(
                 other, 40
             )
             await mesh.release(lease2)
@@ -346,7 +348,9 @@ async def test_cancelling_one_request_leaves_another_with_a_longer_name_alone():
         mesh.decode.gate.let_go()
         first = await asking[1]
         chunks = await mesh.read(prompt, leases[1], first)
-        assert [first.token_id, *(t for c in chunks for t in c.token_ids)] == reference(prompt, 8)
+        assert [first.token_ids[0], *(t for c in chunks for t in c.token_ids)] == reference(
+            prompt, 8
+        )
         assert (mesh.prefill.worker.cancelled, mesh.decode.worker.cancelled) == (1, 1)
 
 
@@ -382,7 +386,7 @@ async def test_a_deadline_ends_a_lease_in_any_state(when):
         if when == "reserved":
             await until(lambda: mesh.decode.worker.leases == 0)
         elif when == "arriving":
-            fake = type("First", (), {"token_id": 1})()
+            fake = type("First", (), {"token_ids": 1})()
             with pytest.raises((Cancelled, TransferFailed)):
                 await mesh.read(prompt, lease, fake, sampling)
         else:
@@ -428,7 +432,7 @@ async def test_a_prefill_worker_that_dies_is_a_failed_transfer_at_the_stream(tra
         mesh.prefill.gate.hold()
         computing = asyncio.ensure_future(mesh.compute(prompt, lease))
         await mesh.prefill.gate.step_begins()
-        fake = type("First", (), {"token_id": 1})()
+        fake = type("First", (), {"token_ids": 1})()
         reading = asyncio.ensure_future(mesh.read(prompt, lease, fake))
         await asyncio.sleep(0)
         mesh.prefill.worker._sender.close()  # what the other side sees of a killed process
@@ -448,11 +452,11 @@ async def test_a_first_token_or_hidden_state_that_does_not_fit_is_a_failed_trans
     async with rig() as mesh:
         lease = await mesh.reserve(prompt)
         first = await mesh.compute(prompt, lease)
-        wrong = type("First", (), {"token_id": (first.token_id + 1) % VOCAB})()
+        wrong = type("First", (), {"token_ids": ((first.token_ids[0] + 1) % VOCAB,)})()
         with pytest.raises(TransferFailed, match="first token"):
             await mesh.read(prompt, lease, wrong)
         lease = await mesh.reserve(prompt)
-        await mesh.arrive(lease, first.token_id, hidden=b"1234")
+        await mesh.arrive(lease, first.token_ids[0], hidden=b"1234")
         with pytest.raises(TransferFailed, match="4 bytes"):
             await mesh.read(prompt, lease, first)
 

@@ -41,7 +41,7 @@ def test_pages_arrive_whole_and_fin_is_handed_over(one_sided):
     rig.push_all(transfer)
     rig.finish(transfer, token=11)
     fin = rig.wait()
-    assert (fin.first_token, fin.num_writes, fin.last_hidden) == (11, 6, b"hidden")
+    assert (fin.first_tokens, fin.num_writes, fin.last_hidden) == ((11,), 6, b"hidden")
     assert rig.arrived(lease, (3, 1, 5))
     assert rig.receiver.phase("a") is Phase.INSTALLED
     assert rig.receiver.cancel("a")
@@ -67,7 +67,7 @@ def test_the_callbacks_tell_of_arrival_and_of_failure():
     transfer = rig.sender.open(rig.lease(pages=()))
     rig.finish(transfer)
     assert arrived.wait(PATIENCE)
-    assert rig.receiver.collect("a").first_token == 7
+    assert rig.receiver.collect("a").first_tokens == (7,)
     rig.sender.open(rig.lease("b", pages=(2,))).abort("no more")
     assert failed.wait(PATIENCE)
     rig.close()
@@ -241,7 +241,7 @@ async def test_a_wait_that_times_out_leaves_the_lease_and_a_later_wait_succeeds(
     rig.push_all(transfer)
     transfer.start_finish(fin_of(transfer))
     listener.run_until_idle()
-    assert (await rig.receiver.wait("a", PATIENCE)).first_token == 7
+    assert (await rig.receiver.wait("a", PATIENCE)).first_tokens == (7,)
     settle(rig, listener)
 
 

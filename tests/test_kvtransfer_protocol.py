@@ -14,7 +14,11 @@ from pdmesh.wire.messages import Fin
 
 def fin(num_writes: int, generation: int = 1) -> Fin:
     return Fin(
-        lease_id="a", generation=generation, request_id="q", num_writes=num_writes, first_token=5
+        lease_id="a",
+        generation=generation,
+        request_id="q",
+        num_writes=num_writes,
+        first_tokens=(5,),
     )
 
 

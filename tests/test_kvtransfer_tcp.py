@@ -68,7 +68,7 @@ def test_pages_arrive_whole_over_tcp():
         rig.finish(transfer, token=11)
         assert transfer.settled
         fin = rig.wait()
-        assert (fin.first_token, fin.num_writes, fin.last_hidden) == (11, 6, b"hidden")
+        assert (fin.first_tokens, fin.num_writes, fin.last_hidden) == ((11,), 6, b"hidden")
         assert rig.arrived(lease, (3, 1, 5))
         assert rig.receiver.cancel("a")
 

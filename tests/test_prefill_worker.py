@@ -136,7 +136,7 @@ async def test_a_second_prefill_of_a_lease_is_refused_and_the_first_goes_on():
         first = await computing
         with pytest.raises(LeaseGone):
             await mesh.compute(prompt, lease)
-        assert first.token_id == reference(prompt, 1)[0]
+        assert first.token_ids[0] == reference(prompt, 1)[0]
         assert len(await mesh.read(prompt, lease, first)) >= 1
 
 

@@ -210,11 +210,11 @@ class Answer:
 
     @property
     def tokens(self):
-        return [self.first.token_id, *(t for c in self.chunks for t in c.token_ids)]
+        return [self.first.token_ids[0], *(t for c in self.chunks for t in c.token_ids)]
 
     @property
     def logprobs(self):
-        return [self.first.logprobs, *(p for c in self.chunks for p in c.logprobs)]
+        return [*self.first.logprobs, *(p for c in self.chunks for p in c.logprobs)]
 
     @property
     def finish(self):
@@ -278,7 +278,7 @@ class Rig:
             request_id=fields.pop("request_id", "r"),
             attempt=1,
             token_ids=tuple(prompt),
-            first_token=first.token_id,
+            first_token=first.token_ids[0],
             sampling=sampling or SamplingParams(max_tokens=8),
             **fields,
         )
@@ -324,7 +324,7 @@ class Rig:
             generation=lease.generation,
             request_id="r",
             num_writes=(lease.num_pages - lease.cached_pages) * layers,
-            first_token=token,
+            first_tokens=(token,),
             last_hidden=hidden,
         )
         await asyncio.to_thread(transfer.finish, fin)

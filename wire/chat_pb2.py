@@ -24,33 +24,39 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdmesh/wire/chat.proto\x12\tpdmesh.v1\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x92\x02\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x15\n\x08logprobs\x18\t \x01(\rH\x05\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x0b\n\t_logprobs\"\xa7\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x08messages\x18\x02 \x03(\x0b\x32\x12.pdmesh.v1.Message\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\x03\x12%\n\x08sampling\x18\x04 \x01(\x0b\x32\x13.pdmesh.v1.Sampling\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\t\"L\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"\x8f\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"\xbb\x01\n\x06Timing\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x11\n\tdecode_ms\x18\x04 \x01(\x01\x12\x11\n\trouter_ms\x18\x05 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x06 \x01(\x01\x12\x16\n\x0eprefill_worker\x18\x07 \x01(\t\x12\x15\n\rdecode_worker\x18\x08 \x01(\t\x12\x10\n\x08\x61ttempts\x18\t \x01(\r\"\xc9\x01\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.pdmesh.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.pdmesh.v1.Usage\x12!\n\x06timing\x18\x07 \x01(\x0b\x32\x11.pdmesh.v1.Timing\"\x13\n\x11ListModelsRequest\"s\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x17\n\x0fprefill_workers\x18\x04 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x05 \x01(\r\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.pdmesh.v1.ModelCard2\x99\x01\n\x0b\x43hatService\x12?\n\nStreamChat\x12\x16.pdmesh.v1.ChatRequest\x1a\x17.pdmesh.v1.ChatResponse0\x01\x12I\n\nListModels\x12\x1c.pdmesh.v1.ListModelsRequest\x1a\x1d.pdmesh.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdmesh/wire/chat.proto\x12\tpdmesh.v1\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xe7\x04\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x15\n\x08logprobs\x18\t \x01(\rH\x05\x88\x01\x01\x12\r\n\x05min_p\x18\n \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x06\x88\x01\x01\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x01\x12\x18\n\x10presence_penalty\x18\r \x01(\x01\x12\x36\n\nlogit_bias\x18\x0e \x03(\x0b\x32\".pdmesh.v1.Sampling.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\x0f \x01(\r\x12\x11\n\tbad_words\x18\x10 \x03(\t\x12\x0e\n\x01n\x18\x11 \x01(\rH\x07\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x08\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x0b\n\t_logprobsB\x15\n\x13_repetition_penaltyB\x04\n\x02_nB\x12\n\x10_prompt_logprobs\"j\n\x0eResponseFormat\x12\x15\n\x0bjson_object\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x42\x06\n\x04kind\"\xed\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x08messages\x18\x02 \x03(\x0b\x32\x12.pdmesh.v1.Message\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\x03\x12%\n\x08sampling\x18\x04 \x01(\x0b\x32\x13.pdmesh.v1.Sampling\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x32\n\x0fresponse_format\x18\x07 \x01(\x0b\x32\x19.pdmesh.v1.ResponseFormat\x12\x10\n\x08priority\x18\x08 \x01(\x05\"L\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"\x8f\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"\xbb\x01\n\x06Timing\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x11\n\tdecode_ms\x18\x04 \x01(\x01\x12\x11\n\trouter_ms\x18\x05 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x06 \x01(\x01\x12\x16\n\x0eprefill_worker\x18\x07 \x01(\t\x12\x15\n\rdecode_worker\x18\x08 \x01(\t\x12\x10\n\x08\x61ttempts\x18\t \x01(\r\"\xd8\x01\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.pdmesh.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.pdmesh.v1.Usage\x12!\n\x06timing\x18\x07 \x01(\x0b\x32\x11.pdmesh.v1.Timing\x12\r\n\x05index\x18\x08 \x01(\r\"\x13\n\x11ListModelsRequest\"s\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x17\n\x0fprefill_workers\x18\x04 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x05 \x01(\r\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.pdmesh.v1.ModelCard2\x99\x01\n\x0b\x43hatService\x12?\n\nStreamChat\x12\x16.pdmesh.v1.ChatRequest\x1a\x17.pdmesh.v1.ChatResponse0\x01\x12I\n\nListModels\x12\x1c.pdmesh.v1.ListModelsRequest\x1a\x1d.pdmesh.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdmesh.wire.chat_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_MESSAGE']._serialized_start=37
   _globals['_MESSAGE']._serialized_end=77
   _globals['_SAMPLING']._serialized_start=80
-  _globals['_SAMPLING']._serialized_end=354
-  _globals['_CHATREQUEST']._serialized_start=357
-  _globals['_CHATREQUEST']._serialized_end=524
-  _globals['_TOKENLOGPROB']._serialized_start=526
-  _globals['_TOKENLOGPROB']._serialized_end=602
-  _globals['_USAGE']._serialized_start=605
-  _globals['_USAGE']._serialized_end=748
-  _globals['_TIMING']._serialized_start=751
-  _globals['_TIMING']._serialized_end=938
-  _globals['_CHATRESPONSE']._serialized_start=941
-  _globals['_CHATRESPONSE']._serialized_end=1142
-  _globals['_LISTMODELSREQUEST']._serialized_start=1144
-  _globals['_LISTMODELSREQUEST']._serialized_end=1163
-  _globals['_MODELCARD']._serialized_start=1165
-  _globals['_MODELCARD']._serialized_end=1280
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1282
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1340
-  _globals['_CHATSERVICE']._serialized_start=1343
-  _globals['_CHATSERVICE']._serialized_end=1496
+  _globals['_SAMPLING']._serialized_end=695
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=525
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=573
+  _globals['_RESPONSEFORMAT']._serialized_start=697
+  _globals['_RESPONSEFORMAT']._serialized_end=803
+  _globals['_CHATREQUEST']._serialized_start=806
+  _globals['_CHATREQUEST']._serialized_end=1043
+  _globals['_TOKENLOGPROB']._serialized_start=1045
+  _globals['_TOKENLOGPROB']._serialized_end=1121
+  _globals['_USAGE']._serialized_start=1124
+  _globals['_USAGE']._serialized_end=1267
+  _globals['_TIMING']._serialized_start=1270
+  _globals['_TIMING']._serialized_end=1457
+  _globals['_CHATRESPONSE']._serialized_start=1460
+  _globals['_CHATRESPONSE']._serialized_end=1676
+  _globals['_LISTMODELSREQUEST']._serialized_start=1678
+  _globals['_LISTMODELSREQUEST']._serialized_end=1697
+  _globals['_MODELCARD']._serialized_start=1699
+  _globals['_MODELCARD']._serialized_end=1814
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1816
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1874
+  _globals['_CHATSERVICE']._serialized_start=1877
+  _globals['_CHATSERVICE']._serialized_end=2030
 # @@protoc_insertion_point(module_scope)

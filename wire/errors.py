@@ -59,6 +59,12 @@ class LeaseGone(PdmeshError):
     status = "ABORTED"
 
 
+class Preempted(PdmeshError):
+    """A sequence gave its pages up for others; it goes on from its last token elsewhere."""
+
+    status = "ABORTED"
+
+
 class Cancelled(PdmeshError):
     """The client, or its deadline, ended the request."""
 
@@ -98,6 +104,7 @@ _BY_NAME: dict[str, type[PdmeshError]] = {
         WorkerLost,
         TransferFailed,
         LeaseGone,
+        Preempted,
         Cancelled,
         DeadlineExceeded,
         Incompatible,

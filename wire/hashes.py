@@ -11,10 +11,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Literal
 
 import msgspec
 
 PageHash = bytes
+Arithmetic = Literal["fast", "exact"]
 _HASH_BYTES = 16
 
 
@@ -32,7 +34,9 @@ class PageFormat(msgspec.Struct, frozen=True):
     latent_width: int
     """Values per token and layer: latent rank + rotary dimensions."""
     layout: int = 1
-    arithmetic: str = "fast"
+    arithmetic: Arithmetic = "fast"
+    """"fast": prompts in MHA form, generated tokens in absorbed form. "exact": all in absorbed
+    form, so that latents do not depend on which worker computed them, or why."""
 
     @property
     def page_layer_bytes(self) -> int:

@@ -15,7 +15,7 @@ import msgspec
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.sampling import SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised with every change of a message; peers of another version are refused by name."""
 
 Role = Literal["prefill", "decode"]
@@ -40,6 +40,15 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Hashes of the prompt's full pages."""
     tenant: str = ""
     max_tokens: int
+    """Of each answer."""
+    n: int = 1
+    """Answers that share the prompt's pages; the promise is for all of them."""
+    priority: int = 0
+    """Higher goes first."""
+    waited_ms: int = 0
+    """How long the request has been in the mesh already; keeps its place after a retry."""
+    wait_ms: int = 0
+    """How long to wait for room; 0 answers at once."""
     deadline_ms: int
     """Milliseconds from receipt after which the decode worker starts to drain the lease."""
 
@@ -55,6 +64,9 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Leading prompt pages that the decode worker holds already; they are not sent."""
     num_pages: int
     """Pages that the prompt needs in all (the last may be partial)."""
+    forks: tuple[str, ...] = ()
+    """Lease ids of the further answers (n - 1), of the same generation; each is streamed and
+    released on its own. Their pages come from this lease, so prefill does not see them."""
     transports: tuple[tuple[str, str], ...]
     """(name, address) of each transport the receiver listens on, best first."""
     page_format: PageFormat
@@ -70,15 +82,23 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     sampling: SamplingParams
     output_offset: int = 0
     """Output tokens already in token_ids (after a failover); keeps seeded choices in step."""
+    n: int = 1
+    """First tokens wanted: of the answers sample_index, sample_index + 1, ..."""
+    sample_index: int = 0
+    priority: int = 0
+    waited_ms: int = 0
+    """As in ReserveRequest."""
+    eos_token_ids: tuple[int, ...] = ()
     lease: Lease
     deadline_ms: int
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Prefill to router: the first token and what the prompt cost."""
+    """Prefill to router: the first token of each answer and what the prompt cost."""
 
-    token_id: int
-    logprobs: TokenLogprobs | None = None
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token where they were asked for."""
     cached_tokens: int
     """Prompt tokens whose latents came from the prefill worker's prefix cache."""
     computed_tokens: int
@@ -95,7 +115,8 @@ class Fin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     request_id: str
     num_writes: int
     """(page, layer) writes made under this generation."""
-    first_token: int
+    first_tokens: tuple[int, ...]
+    """One for each answer, in the order of the lease and its forks."""
     last_hidden: bytes = b""
     """Hidden state of the last prompt position before the final norm, raw bytes in the model's
     dtype; input of the first MTP draft. Empty where MTP is off."""
@@ -114,6 +135,8 @@ class StreamRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     sampling: SamplingParams
     """``max_tokens`` counts the first token too."""
     output_offset: int = 0
+    sample_index: int = 0
+    """Which of the request's answers this is."""
     eos_token_ids: tuple[int, ...] = ()
     tenant: str = ""
 
@@ -173,6 +196,13 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tokens_computed: int = 0
     tokens_generated: int = 0
     cancelled: int = 0
+    preempted: int = 0
+    """Sequences that had to give their pages up for a while."""
+    parked: int = 0
+    """Sequences whose pages are set aside now, waiting for room."""
+    drafted: int = 0
+    accepted: int = 0
+    """Draft tokens verified, and of those accepted."""
     step_ms: float = 0.0
     """Moving average of a step's duration."""
     problems: tuple[str, ...] = ()
@@ -192,4 +222,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     vocab_size: int
     max_context: int
     capacity_pages: int
+    metrics_port: int = 0
+    """Of the Prometheus endpoint at the address' host; 0: none."""
     protocol: int = PROTOCOL_VERSION
