@@ -267,7 +267,7 @@ async def test_a_cancelled_request_is_gone_and_counted_once(when, how):
             mesh.prefill.gate.hold()
             computing = asyncio.ensure_future(mesh.compute(prompt, lease))
             await mesh.prefill.gate.step_begins()
-            fake = type("First", (), {"token_ids": 1})()
+            fake = type("First", (), {"token_ids": (1,)})()
             reading = asyncio.ensure_future(mesh.read(prompt, lease, fake))
             await asyncio.sleep(0)
         else:
@@ -386,7 +386,7 @@ async def test_a_deadline_ends_a_lease_in_any_state(when):
         if when == "reserved":
             await until(lambda: mesh.decode.worker.leases == 0)
         elif when == "arriving":
-            fake = type("First", (), {"token_ids": 1})()
+            fake = type("First", (), {"token_ids": (1,)})()
             with pytest.raises((Cancelled, TransferFailed)):
                 await mesh.read(prompt, lease, fake, sampling)
         else:
@@ -432,7 +432,7 @@ async def test_a_prefill_worker_that_dies_is_a_failed_transfer_at_the_stream(tra
         mesh.prefill.gate.hold()
         computing = asyncio.ensure_future(mesh.compute(prompt, lease))
         await mesh.prefill.gate.step_begins()
-        fake = type("First", (), {"token_ids": 1})()
+        fake = type("First", (), {"token_ids": (1,)})()
         reading = asyncio.ensure_future(mesh.read(prompt, lease, fake))
         await asyncio.sleep(0)
         mesh.prefill.worker._sender.close()  # what the other side sees of a killed process
