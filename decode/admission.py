@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from pdmesh.decode.leases import DecodeLimits
-from pdmesh.decode.sequence import DecodeSequence, LeaseEntry
+from pdmesh.decode.lease import LeaseEntry
+from pdmesh.decode.limits import DecodeLimits
+from pdmesh.decode.sequence import DecodeSequence
+from pdmesh.model.sampler import SamplingState
 from pdmesh.wire.errors import InvalidRequest, TransferFailed
 from pdmesh.wire.hashes import page_hashes, root_hash
 from pdmesh.wire.messages import Fin, ReserveRequest, StreamRequest
@@ -25,8 +27,10 @@ def check_stream(
         raise InvalidRequest("the prompt differs from the one that was reserved for")
     if request.sampling.max_tokens > reserved.max_tokens:
         raise InvalidRequest("max_tokens exceeds what was reserved")
-    if request.output_offset < 0:
-        raise InvalidRequest(f"output_offset is {request.output_offset}; it counts from 0")
+    if not 0 <= request.output_offset < len(request.token_ids):
+        raise InvalidRequest(
+            f"output_offset is {request.output_offset}; it counts from 0 and leaves a prompt"
+        )
     check_token_ids(request.token_ids, limits.vocab_size, "token_ids")
     check_token_ids([request.first_token], limits.vocab_size, "first_token")
     request.sampling.validate(limits.vocab_size)
@@ -47,19 +51,38 @@ def new_sequence(
     Raises:
         TransferFailed: what prefill sent with the pages does not fit the request or this model.
     """
-    if fin.first_tokens != (request.first_token,):
+    answers = entry.request.n
+    if len(fin.first_tokens) != answers:
+        raise TransferFailed(f"{len(fin.first_tokens)} first tokens came for {answers} answers")
+    if fin.first_tokens[entry.answer] != request.first_token:
         raise TransferFailed("the first token differs between router and prefill worker")
-    stops = set(request.sampling.stop_token_ids)
-    if not request.sampling.ignore_eos:
-        stops.update(request.eos_token_ids)
     return DecodeSequence(
         entry=entry,
         request=request,
         tokens=[*request.token_ids, request.first_token],
         computed=len(request.token_ids),
         pending=_last_hidden(limits, fin),
-        stop_tokens=frozenset(stops),
+        sampling=_sampling(limits, request),
         hashes=list(hashes),
+    )
+
+
+def _sampling(limits: DecodeLimits, request: StreamRequest) -> SamplingState:
+    """The sampling state after the first token."""
+    params, tokens = request.sampling, request.token_ids
+    num_prompt = len(tokens) - request.output_offset
+    grammar = None
+    if params.grammar:
+        if limits.grammars is None:
+            raise InvalidRequest("this decode worker has no grammars for structured output")
+        grammar = limits.grammars.compile(params.grammar)
+    return SamplingState(
+        params,
+        tokens[:num_prompt],
+        eos=request.eos_token_ids,
+        index=request.sample_index,
+        grammar=grammar,
+        output=(*tokens[num_prompt:], request.first_token),
     )
 
 

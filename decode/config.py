@@ -5,14 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdmesh.wire.hashes import Arithmetic
+from pdmesh.wire.ids import PAGE_SIZE
+
 
 @dataclass(frozen=True)
 class DecodeConfig:
     """Everything a decode worker is told when it starts.
 
-    ``pages`` is the size of its latent pool in pages; ``max_batch`` the most sequences in a step;
-    ``lease_idle_s`` how long a reservation may see no write and no reader before it is drained;
-    ``port`` 0 lets the system choose.
+    ``pages`` is the size of its latent pool in pages of ``page_size`` tokens; ``max_batch`` the
+    most sequences in a step; ``lease_idle_s`` how long a reservation may see no write and no reader
+    before it is drained; ``draft_tokens`` the MTP drafts a step and sequence, -1 for as many as pay
+    off; ``growth_tokens`` how many tokens are promised ahead of a running sequence, 0 for all it
+    may generate; ``park_mb`` the MiB of host memory for pages of preempted sequences;
+    ``max_waiting`` how many reservations may wait for pages; ``port`` 0 lets the system choose;
+    ``metrics_port`` 0 means no Prometheus endpoint.
     """
 
     worker_id: str
@@ -26,9 +33,16 @@ class DecodeConfig:
     transfer_host: str = "127.0.0.1"
     dtype: str = "float32"
     device: str = "cpu"
+    arithmetic: Arithmetic = "fast"
+    page_size: int = PAGE_SIZE
     mtp: bool = True
     pages: int = 256
     threads: int = 1
     lease_ttl_s: float = 5.0
     max_batch: int = 32
     lease_idle_s: float = 60.0
+    draft_tokens: int = 1
+    growth_tokens: int = 0
+    park_mb: int = 1024
+    max_waiting: int = 1024
+    metrics_port: int = 0

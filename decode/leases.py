@@ -2,21 +2,35 @@
 
 A deadline only starts the end of a lease. Its pages go back when nothing can touch them any more:
 between steps, and not while a remote write can still land.
+
+The answers of one request form a group. Until its prompt has arrived, one reservation holds the
+pages and promises of all of them; then each living answer gets its own, which shares the prompt's
+full pages and has a copy of the partial one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-from pdmesh.decode.sequence import LeaseEntry
+from pdmesh.decode.lease import LeaseEntry, LeaseGroup
+from pdmesh.decode.limits import DecodeLimits, PageNeed, page_need
+from pdmesh.decode.queue import Rank, rank
+from pdmesh.decode.room import CutWithLease, Room, wait_for_lease
 from pdmesh.kvcache.manager import KvManager
+from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.protocol.receiver import Phase
 from pdmesh.kvtransfer.receiver import TransferReceiver
-from pdmesh.wire.errors import Cancelled, InvalidRequest, Overloaded, PdmeshError
-from pdmesh.wire.hashes import PageFormat
+from pdmesh.wire.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PdmeshError,
+)
+from pdmesh.wire.hashes import PageHash
 from pdmesh.wire.ids import new_request_id
 from pdmesh.wire.logs import event
 from pdmesh.wire.messages import Lease, ReserveRequest
@@ -26,41 +40,45 @@ log = logging.getLogger(__name__)
 Expired = Callable[[LeaseEntry, Cancelled], None]
 
 
-@dataclass(frozen=True)
-class DecodeLimits:
-    """What the worker checks a request against. ``hidden_size``: values of a hidden state."""
-
-    instance: str
-    page_format: PageFormat
-    vocab_size: int
-    max_context: int
-    hidden_size: int
-    secret: bytes
-    lease_idle_s: float
-
-
 class Leases:
     """All leases not yet freed.
 
     Args:
         on_expired: called on the event loop with a lease whose time is over and the reason; it has
             to lead to ``free`` once no step touches the pages.
+        on_room: called on the event loop when pages may have become free.
     """
 
     def __init__(
-        self, kv: KvManager, receiver: TransferReceiver, limits: DecodeLimits, on_expired: Expired
+        self,
+        kv: KvManager,
+        store: LatentStore,
+        receiver: TransferReceiver,
+        limits: DecodeLimits,
+        on_expired: Expired,
+        on_room: Callable[[], None],
     ) -> None:
+        self.room = Room()
         self._kv = kv
+        self._store = store
         self._receiver = receiver
         self._limits = limits
         self._on_expired = on_expired
+        self._on_room = on_room
         self._entries: dict[str, LeaseEntry] = {}
         self._quarantines: dict[str, int] = {}
+        self._numbers = itertools.count()
         self._loop = asyncio.get_running_loop()
+        self._num_waiting = 0
         receiver.on_drained = self.drained
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def waiting(self) -> int:
+        """Reservations that wait for room."""
+        return self._num_waiting
 
     def find(self, lease_id: str) -> LeaseEntry | None:
         return self._entries.get(lease_id)
@@ -69,93 +87,170 @@ class Leases:
         """Whether the pages of ``entry`` are still its own."""
         return self._entries.get(entry.lease_id) is entry
 
-    def grant(self, request: ReserveRequest) -> Lease:
-        """Promises pages for a prompt and all it may generate.
+    # ---- granting -------------------------------------------------------------------------
+
+    async def grant(self, request: ReserveRequest) -> Lease:
+        """Promises pages for a prompt and its answers, at once or after waiting for them.
 
         Raises:
             InvalidRequest: the numbers make no sense, or can never fit here.
-            Overloaded: there is no room now.
+            Overloaded: there is no room, and none came within ``wait_ms``.
+            DeadlineExceeded: the deadline came first.
         """
-        page_format = self._limits.page_format
-        size = page_format.page_size
-        total_tokens = self._total_tokens(request)
-        prompt_pages = -(-request.num_prompt_tokens // size)
-        reservation = self._kv.reserve(request.hashes, prompt_pages, -(-total_tokens // size))
-        if reservation is None:
+        need = self._checked_need(request)
+        now = self._loop.time()
+        arrived = now - max(0, request.waited_ms) / 1e3
+        place = rank(request.priority, arrived, self._limits.ageing_s, next(self._numbers))
+        deadline = now + max(0, request.deadline_ms) / 1e3
+        lease = None if self.room.must_wait(place) else self._try(request, need, place, deadline)
+        if lease is None and request.wait_ms > 0:
+            lease = await self._wait(request, need, place, deadline)
+        if lease is None:
             raise Overloaded("no pages are free on this decode worker; retry in a second")
-        entry = LeaseEntry(new_request_id(), 1, request, reservation)
-        missing = reservation.grow(prompt_pages - reservation.matched)
+        return lease
+
+    def _checked_need(self, request: ReserveRequest) -> PageNeed:
+        need = page_need(self._limits, request)
+        most = max(need.total(request.n), need.most)
+        if most > self._kv.num_pages:
+            raise InvalidRequest(
+                f"the request needs {most} pages of {self._kv.page_size} tokens,"
+                f" this worker has {self._kv.num_pages}"
+            )
+        return need
+
+    async def _wait(
+        self, request: ReserveRequest, need: PageNeed, place: Rank, deadline: float
+    ) -> Lease | None:
+        if self._num_waiting >= self._limits.max_waiting:
+            raise Overloaded(f"{self._num_waiting} requests wait for pages already")
+        left = deadline - self._loop.time()
+        self._num_waiting += 1
+        try:
+            lease = await wait_for_lease(
+                self.room,
+                place,
+                lambda: self._try(request, need, place, deadline),
+                min(request.wait_ms / 1e3, left),
+            )
+        except CutWithLease as cut:
+            for lease_id in (cut.lease.lease_id, *cut.lease.forks):
+                self.free(self._entries[lease_id])
+            raise
+        finally:
+            self._num_waiting -= 1
+        if lease is None and left * 1e3 <= request.wait_ms:
+            raise DeadlineExceeded("the deadline of the request has passed while it waited")
+        return lease
+
+    def _try(
+        self, request: ReserveRequest, need: PageNeed, place: Rank, deadline: float
+    ) -> Lease | None:
+        reservation = self._kv.reserve(request.hashes, need.prompt, need.total(request.n))
+        if reservation is None:
+            return None
+        ids = [new_request_id() for _ in range(request.n)]
+        missing = reservation.grow(need.prompt - reservation.matched)
         try:
             self._receiver.expect(
-                entry.lease_id,
-                entry.generation,
+                ids[0],
+                1,
                 missing,
                 reservation.matched,
-                page_format.num_layers,
+                self._limits.page_format.num_layers,
                 request_id=request.request_id,
             )
         except PdmeshError:
             reservation.release()
             raise
-        self._entries[entry.lease_id] = entry
-        self._start_timers(entry)
+        group = LeaseGroup(ids[0], reservation)
+        for answer, lease_id in enumerate(ids):
+            self._add(group, answer, lease_id, request, place, deadline)
         event(
             log,
             "reserved",
             request=request.request_id,
             attempt=request.attempt,
-            lease=entry.lease_id,
-            pages=prompt_pages,
+            lease=ids[0],
+            answers=request.n,
+            pages=need.prompt,
             cached_pages=reservation.matched,
         )
         return Lease(
-            lease_id=entry.lease_id,
-            generation=entry.generation,
+            lease_id=ids[0],
+            generation=1,
             instance=self._limits.instance,
             cached_pages=reservation.matched,
-            num_pages=prompt_pages,
+            num_pages=need.prompt,
+            forks=tuple(ids[1:]),
             transports=self._receiver.addresses,
-            page_format=page_format,
+            page_format=self._limits.page_format,
         )
 
-    def _total_tokens(self, request: ReserveRequest) -> int:
-        if request.num_prompt_tokens < 1 or request.max_tokens < 1:
-            raise InvalidRequest("a reservation needs at least one prompt and one output token")
-        full_pages = request.num_prompt_tokens // self._limits.page_format.page_size
-        if len(request.hashes) != full_pages:
-            raise InvalidRequest(
-                f"{len(request.hashes)} page hashes for a prompt of {full_pages} full pages"
-            )
-        total = request.num_prompt_tokens + request.max_tokens
-        if total > self._limits.max_context:
-            raise InvalidRequest(
-                f"{request.num_prompt_tokens} prompt tokens and max_tokens {request.max_tokens} "
-                f"are more than the context of {self._limits.max_context} tokens"
-            )
-        return total
+    def _add(
+        self,
+        group: LeaseGroup,
+        answer: int,
+        lease_id: str,
+        request: ReserveRequest,
+        place: Rank,
+        deadline: float,
+    ) -> None:
+        own = place if answer == 0 else Rank(place.since, place.fresh, next(self._numbers))
+        entry = LeaseEntry(
+            lease_id, 1, request, group.reservation, answer=answer, rank=own, group=group
+        )
+        group.members.append(entry)
+        self._entries[lease_id] = entry
+        entry.timers["deadline"] = self._loop.call_at(
+            deadline, self._expire, entry, "the deadline of the request has passed"
+        )
+        self._watch_idle(entry)
+
+    # ---- arrival and end ------------------------------------------------------------------
+
+    def arrive(self, entry: LeaseEntry, hashes: Sequence[PageHash]) -> None:
+        """The prompt of ``entry`` is there: each living answer of it gets its own pages.
+
+        Idempotent.
+
+        Args:
+            hashes: of the prompt's full pages.
+        """
+        group = entry.group
+        assert group is not None
+        if group.arrived:
+            return
+        base = group.reservation
+        base.publish(base.matched, hashes[base.matched :])
+        group.arrived = True
+        need = page_need(self._limits, entry.request)
+        for other in group.members[1:]:
+            other.reservation = base.fork(need.shared, need.further)
+            if need.prompt > need.shared:
+                self._store.copy_page(base.page_table[need.shared], *other.reservation.grow())
 
     def free(self, entry: LeaseEntry) -> None:
         """Gives the pages back; those a remote write may still reach go to quarantine. Idempotent.
 
         Call between steps.
         """
-        if self._entries.pop(entry.lease_id, None) is None:
+        group = entry.group
+        if self._entries.pop(entry.lease_id, None) is None or group is None:
             return
         for timer in entry.timers.values():
             timer.cancel()
-        if not self._receiver.cancel(entry.lease_id):
-            self._quarantine(entry)
-        entry.reservation.release()
+        group.members.remove(entry)
+        if not group.members and not self._receiver.cancel(group.transfer_id):
+            self._quarantine(group)
+        if group.arrived or not group.members:
+            entry.reservation.release()
+        else:
+            group.reservation.shrink(page_need(self._limits, entry.request).further)
         entry.freed.set()
+        self._on_room()
 
     # ---- time -----------------------------------------------------------------------------
-
-    def _start_timers(self, entry: LeaseEntry) -> None:
-        deadline_s = max(0.0, entry.request.deadline_ms / 1e3)
-        entry.timers["deadline"] = self._loop.call_later(
-            deadline_s, self._expire, entry, "the deadline of the request has passed"
-        )
-        self._watch_idle(entry)
 
     def _watch_idle(self, entry: LeaseEntry) -> None:
         entry.timers["idle"] = self._loop.call_later(
@@ -164,9 +259,9 @@ class Leases:
 
     def _check_idle(self, entry: LeaseEntry) -> None:
         """A lease that is neither read nor written is forgotten by all; its deadline may be far."""
-        if entry.streaming:
+        if entry.streaming or entry.group is None:
             return
-        if self._receiver.phase(entry.lease_id) is Phase.FILLING:
+        if self._receiver.phase(entry.group.transfer_id) is Phase.FILLING:
             self._watch_idle(entry)
         else:
             self._expire(entry, "no prefill worker and no router came for the lease")
@@ -178,12 +273,12 @@ class Leases:
 
     # ---- quarantine -----------------------------------------------------------------------
 
-    def _quarantine(self, entry: LeaseEntry) -> None:
+    def _quarantine(self, group: LeaseGroup) -> None:
         """Sets aside the pages that a one-sided write may still reach; ``drained`` ends it."""
-        reservation = entry.reservation
+        reservation = group.reservation
         pages = reservation.pages[reservation.published :]
-        self._quarantines[entry.lease_id] = reservation.quarantine(pages)
-        event(log, "quarantined", request=entry.request.request_id, pages=len(pages))
+        self._quarantines[group.transfer_id] = reservation.quarantine(pages)
+        event(log, "quarantined", lease=group.transfer_id, pages=len(pages))
 
     def drained(self, lease_id: str) -> None:
         """No write of a freed lease can land any more. Call it from any thread."""
@@ -191,5 +286,5 @@ class Leases:
 
     def _end_quarantine(self, lease_id: str) -> None:
         token = self._quarantines.pop(lease_id, None)
-        if token is not None:
-            self._kv.end_quarantine(token)
+        if token is not None and self._kv.end_quarantine(token):
+            self._on_room()

@@ -2,41 +2,60 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 S = TypeVar("S")
 
 
+def _equal(_: Any) -> int:
+    return 0
+
+
 @dataclass
 class DecodeScheduler(Generic[S]):
-    """Continuous batching: sequences join and leave between steps, first come first served.
+    """Continuous batching: sequences join and leave between steps.
 
-    A sequence's pages were promised when it was reserved, so admission needs no more than a place
-    in the batch, and a running sequence never has to give pages back.
+    Those that wait for a place in the batch join in order of ``rank``, the smallest first, and
+    first come first served among equals. Pages are none of its business.
     """
 
     max_batch: int
-    _waiting: deque[S] = field(default_factory=deque)
+    rank: Callable[[S], Any] = _equal
+    _waiting: list[S] = field(default_factory=list)
     _running: list[S] = field(default_factory=list)
 
     def add(self, sequence: S) -> None:
-        self._waiting.append(sequence)
+        insort(self._waiting, sequence, key=self.rank)
 
-    def next_batch(self) -> list[S]:
-        """The sequences of the next step, in a stable order."""
-        while self._waiting and len(self._running) < self.max_batch:
-            self._running.append(self._waiting.popleft())
+    def next_batch(self, without: Collection[S] = ()) -> list[S]:
+        """The sequences of the next step, in a stable order; none of ``without`` joins now."""
+        free = self.max_batch - len(self._running)
+        if free > 0 and self._waiting:
+            joining = [s for s in self._waiting if s not in without][:free]
+            for sequence in joining:
+                self._waiting.remove(sequence)
+            self._running += joining
         return list(self._running)
+
+    def put_back(self, sequence: S) -> None:
+        """Makes a sequence of the batch wait for a place again; others may take the one it had."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+            self.add(sequence)
 
     def take(self, leaving: Callable[[S], bool]) -> list[S]:
         """Removes and returns the sequences that leave, those still waiting too."""
-        gone = [s for s in (*self._running, *self._waiting) if leaving(s)]
+        gone = [s for s in self.members() if leaving(s)]
         for sequence in gone:
             self.remove(sequence)
         return gone
+
+    def members(self) -> list[S]:
+        """All sequences: those in the batch and those that wait for a place."""
+        return [*self._running, *self._waiting]
 
     def remove(self, sequence: S) -> None:
         """Takes out a sequence that ended or was cancelled. Call between steps; idempotent."""

@@ -5,33 +5,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from pdmesh.decode.runner import SequenceRows, StepRows
-from pdmesh.decode.speculate import Accepted, accept
-from pdmesh.kvcache.manager import Reservation
+from pdmesh.decode.drafter import MAX_DRAFTS, SequenceRows
+from pdmesh.decode.lease import LeaseEntry
+from pdmesh.decode.runner import StepRows
+from pdmesh.decode.speculate import Accepted
+from pdmesh.model.sampler import SamplingState
 from pdmesh.wire.errors import PdmeshError
 from pdmesh.wire.hashes import child_hash
-from pdmesh.wire.messages import ReserveRequest, StreamRequest, TokenChunk
-
-
-@dataclass
-class LeaseEntry:
-    """A promise of pages to one request, from Reserve to Release.
-
-    ``ended`` says why it was ended from outside, and is set once; the pages follow (``freed``)
-    when no step touches them. It stays None where the sequence comes to its own end.
-    """
-
-    lease_id: str
-    generation: int
-    request: ReserveRequest
-    reservation: Reservation
-    timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
-    sequence: DecodeSequence | None = None
-    streaming: bool = False
-    ended: PdmeshError | None = None
-    freed: asyncio.Event = field(default_factory=asyncio.Event)
+from pdmesh.wire.messages import StreamRequest, TokenChunk
 
 
 @dataclass(eq=False)
@@ -39,7 +23,8 @@ class DecodeSequence:
     """Tokens, pages and position of a running sequence.
 
     ``computed`` positions have latents; ``tokens`` is one longer: its last token is known but not
-    computed. ``pending`` [k, hidden]: see ``SequenceRows``.
+    computed. ``sampling`` stands after the last of them. ``pending`` [k, hidden]: see
+    ``SequenceRows``; it grows while nothing is drafted, up to a page.
     """
 
     entry: LeaseEntry
@@ -47,7 +32,7 @@ class DecodeSequence:
     tokens: list[int]
     computed: int
     pending: Tensor | None
-    stop_tokens: frozenset[int]
+    sampling: SamplingState
     hashes: list[bytes]
     """Hashes of the published full pages; grows with the sequence."""
     generated: int = 1
@@ -68,23 +53,22 @@ class DecodeSequence:
         """Output tokens that the request may still get."""
         return self.request.sampling.max_tokens - self.generated
 
-    @property
-    def wants_draft(self) -> bool:
-        return self.pending is not None and self.room >= 2
+    def pages_needed(self, page_size: int, look_ahead: int = MAX_DRAFTS) -> int:
+        """Pages that the next step touches if it drafts ``look_ahead`` tokens.
 
-    def pages_needed(self, page_size: int) -> int:
-        """Pages that the next step touches, the draft's position included."""
-        return (self.computed + self.wants_draft) // page_size + 1
+        Those of ``look_ahead`` 0 are needed; with fewer than the others a step drafts less.
+        """
+        drafts = 0 if self.pending is None else min(look_ahead, self.room - 1)
+        return (self.computed + max(0, drafts)) // page_size + 1
 
     def rows(self) -> SequenceRows:
         """This sequence as the next step sees it."""
         return SequenceRows(
             tokens=self.tokens,
-            page_table=tuple(self.entry.reservation.pages),
+            page_table=self.entry.reservation.page_table,
             computed=self.computed,
-            sampling=self.request.sampling,
-            output_position=self.request.output_offset + self.generated,
-            draft=self.wants_draft,
+            sampling=self.sampling,
+            room=self.room,
             pending=self.pending,
         )
 
@@ -95,18 +79,41 @@ class DecodeSequence:
             The chunk to stream, and how many leading positions are complete in every layer, the
             MTP layer included.
         """
-        result = accept(step.chosen, step.drafts, self.room, self.stop_tokens)
+        result = self._advance(step.accepted)
         first_position = self.request.output_offset + self.generated
-        complete = self.computed + (1 if self.pending is not None else result.rows)
-        self.computed += result.rows
+        kept = len(result.path)
+        complete = self._complete(step, kept)
+        self.computed += kept
         self.tokens.extend(result.tokens)
         self.generated += len(result.tokens)
-        self.drafted += len(step.drafts)
+        self.drafted += step.drafted
         self.accepted += result.drafts_accepted
-        if self.pending is not None:
-            self.pending = step.hidden[: result.rows]
         self.done = result.finish is not None
         return self._chunk(result, step, first_position, step_ms), complete
+
+    def _advance(self, accepted: Accepted) -> Accepted:
+        """Tells the sampling state of the tokens; where a grammar ends, so does the sequence."""
+        for count, token in enumerate(accepted.tokens, 1):
+            self.sampling.advance((token,))
+            if self.sampling.ended:
+                return accepted.cut(count)
+        return accepted
+
+    def _complete(self, step: StepRows, kept: int) -> int:
+        """Leading positions whose latents are true in every layer; keeps what MTP rows still lack.
+
+        The MTP latents of this step's positions come from drafts, if they were written at all: they
+        count once they have been computed from ``pending``.
+        """
+        if self.pending is None:
+            return self.computed + kept
+        rows = step.hidden[:kept]
+        if step.filled:
+            self.pending = rows
+            return self.computed + 1
+        complete = self.computed + 1 - self.pending.shape[0]
+        self.pending = torch.cat([self.pending.to(rows.device), rows])
+        return complete
 
     def _chunk(self, result: Accepted, step: StepRows, position: int, step_ms: float) -> TokenChunk:
         wanted = [entry for entry in step.logprobs[: len(result.tokens)] if entry is not None]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
+import msgspec
 import torch
 
 from pdmesh.decode.config import DecodeConfig
-from pdmesh.decode.leases import DecodeLimits
+from pdmesh.decode.limits import DecodeLimits
+from pdmesh.decode.metrics import DecodeMetrics
 from pdmesh.decode.runner import DecodeRunner
 from pdmesh.decode.scheduler import DecodeScheduler
 from pdmesh.decode.sequence import DecodeSequence
@@ -14,14 +19,20 @@ from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.receiver import TransferReceiver
 from pdmesh.kvtransfer.tcp import TcpListener
+from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.grammar import Grammars
 from pdmesh.model.page_format import page_format
+from pdmesh.model.rows_check import check_rows
 from pdmesh.model.weights import fingerprint, load_model
-from pdmesh.registry.host import Binding, host_worker
+from pdmesh.registry.host import Binding, Life, host_worker
 from pdmesh.registry.loading import LoadingLog
+from pdmesh.registry.metrics import metrics_endpoint, on_loop
 from pdmesh.registry.publisher import WorkerLease
+from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
 from pdmesh.wire.messages import (
     Empty,
+    Lease,
     ReleaseRequest,
     ReserveRequest,
     StreamRequest,
@@ -31,30 +42,20 @@ from pdmesh.wire.messages import (
 from pdmesh.wire.rpc import Method
 from pdmesh.wire.secret import read_secret
 
+_MIB = 1 << 20
+
 
 async def serve_decode(config: DecodeConfig) -> None:
     """Runs one decode worker until SIGTERM.
 
     Raises:
-        ConfigError: checkpoint, secret or port cannot be used.
+        ConfigError: checkpoint, secret or a port cannot be used.
     """
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
-    dtype = getattr(torch, config.dtype)
-    loading = LoadingLog(config.worker_id, config.model_path)
-    model = load_model(
-        config.model_path,
-        dtype,
-        torch.device(config.device),
-        mtp=config.mtp,
-        progress=loading.progress,
-    )
-    fmt = page_format(
-        model.config, config.model_name, fingerprint(config.model_path), config.dtype, config.mtp
-    )
-    loading.loaded()
+    model, fmt = _load(config)
     store = LatentStore(
-        config.pages, fmt.num_layers, fmt.page_size, fmt.latent_width, dtype, config.device
+        config.pages, fmt.num_layers, fmt.page_size, fmt.latent_width, model.dtype, config.device
     )
     leases: list[WorkerLease] = []
     kv = KvManager(
@@ -63,21 +64,41 @@ async def serve_decode(config: DecodeConfig) -> None:
         on_publish=lambda hashes: leases[0].publish(hashes),
         on_evict=lambda hashes: leases[0].evict(hashes),
     )
-    instance = new_instance()
-    limits = DecodeLimits(
-        instance=instance,
-        page_format=fmt,
-        vocab_size=model.config.vocab_size,
-        max_context=model.config.max_position_embeddings,
-        hidden_size=model.config.hidden_size,
-        secret=secret,
-        lease_idle_s=config.lease_idle_s,
-    )
+    instance, life = new_instance(), Life()
+    limits = _limits(config, model, fmt, instance, secret)
     receiver = TransferReceiver(store, [TcpListener(fmt, config.transfer_host)])
     receiver.start()
     scheduler: DecodeScheduler[DecodeSequence] = DecodeScheduler(config.max_batch)
-    runner = DecodeRunner(model, store, fmt.page_size)
-    worker = DecodeWorker(runner, kv, receiver, scheduler, limits)
+    runner = DecodeRunner(model, store, fmt.page_size, config.draft_tokens)
+    worker = DecodeWorker(runner, kv, store, receiver, scheduler, limits)
+
+    def facts() -> WorkerStatus:
+        return WorkerStatus(
+            worker_id=config.worker_id,
+            instance=instance,
+            role="decode",
+            state=life.state,
+            page_format=fmt,
+            pool=kv.status(),
+            queued=worker.queued,
+            running=worker.running,
+            leases=worker.leases,
+            tokens_generated=worker.tokens_generated,
+            cancelled=worker.cancelled,
+            preempted=worker.preempted,
+            parked=worker.parked,
+            drafted=worker.drafted,
+            accepted=worker.accepted,
+            step_ms=worker.step_ms,
+        )
+
+    metrics = DecodeMetrics(
+        fmt,
+        config.worker_id,
+        on_loop(asyncio.get_running_loop(), facts),
+        lambda: worker.parked_bytes,
+    )
+    worker.observe = metrics.observe
 
     def lease(address: str) -> tuple[WorkerRecord, WorkerLease]:
         record = WorkerRecord(
@@ -90,6 +111,7 @@ async def serve_decode(config: DecodeConfig) -> None:
             vocab_size=model.config.vocab_size,
             max_context=model.config.max_position_embeddings,
             capacity_pages=config.pages,
+            metrics_port=config.metrics_port,
         )
         leases.append(
             WorkerLease(
@@ -102,32 +124,69 @@ async def serve_decode(config: DecodeConfig) -> None:
         )
         return record, leases[0]
 
-    async def status(_: Empty) -> WorkerStatus:
-        return WorkerStatus(
-            worker_id=config.worker_id,
-            instance=instance,
-            role="decode",
-            state="ready",
-            page_format=fmt,
-            pool=kv.status(),
-            queued=worker.queued,
-            running=worker.running,
-            leases=worker.leases,
-            tokens_generated=worker.tokens_generated,
-            cancelled=worker.cancelled,
-            step_ms=worker.step_ms,
-            problems=tuple(worker.check_integrity()),
-        )
+    async def reserve(request: ReserveRequest) -> Lease:
+        began = time.monotonic()
+        granted = await worker.reserve(request)
+        metrics.reserved(request, granted, time.monotonic() - began)
+        return granted
 
-    methods = [
-        Method("Reserve", ReserveRequest, unary=worker.reserve),
-        Method("Stream", StreamRequest, stream=worker.stream),
-        Method("Release", ReleaseRequest, unary=worker.release),
-        Method("Status", Empty, unary=status),
-    ]
+    async def status(_: Empty) -> WorkerStatus:
+        return msgspec.structs.replace(facts(), problems=tuple(worker.check_integrity()))
 
     async def finish() -> None:
         worker.close()
         receiver.close()
 
-    await host_worker(Binding(config.host, config.port), methods, worker.run, lease, finish)
+    methods = [
+        Method("Reserve", ReserveRequest, unary=reserve),
+        Method("Stream", StreamRequest, stream=worker.stream),
+        Method("Release", ReleaseRequest, unary=worker.release),
+        Method("Status", Empty, unary=status),
+    ]
+    binding = Binding(config.host, config.port)
+    async with metrics_endpoint(metrics.registry, config.host, config.metrics_port):
+        await host_worker(binding, methods, worker.run, lease, finish, life)
+
+
+def _load(config: DecodeConfig) -> tuple[DeepseekV3, PageFormat]:
+    """The model, and the format of its pages."""
+    loading = LoadingLog(config.worker_id, config.model_path)
+    model = load_model(
+        config.model_path,
+        getattr(torch, config.dtype),
+        torch.device(config.device),
+        mtp=config.mtp,
+        progress=loading.progress,
+    )
+    fmt = page_format(
+        model.config,
+        config.model_name,
+        fingerprint(config.model_path),
+        config.dtype,
+        config.mtp,
+        config.page_size,
+        config.arithmetic,
+    )
+    loading.loaded()
+    check_rows(model)
+    return model, fmt
+
+
+def _limits(
+    config: DecodeConfig, model: DeepseekV3, fmt: PageFormat, instance: str, secret: bytes
+) -> DecodeLimits:
+    vocab_size = model.config.vocab_size
+    with_grammars = (config.model_path / "tokenizer.json").is_file()
+    return DecodeLimits(
+        instance=instance,
+        page_format=fmt,
+        vocab_size=vocab_size,
+        max_context=model.config.max_position_embeddings,
+        hidden_size=model.config.hidden_size,
+        secret=secret,
+        lease_idle_s=config.lease_idle_s,
+        growth_tokens=config.growth_tokens,
+        max_waiting=config.max_waiting,
+        park_bytes=config.park_mb * _MIB,
+        grammars=Grammars(config.model_path, vocab_size) if with_grammars else None,
+    )

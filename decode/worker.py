@@ -9,17 +9,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from pdmesh.decode.admission import check_stream, new_sequence
-from pdmesh.decode.leases import DecodeLimits, Leases
+from pdmesh.decode.facts import DecodeStepFacts
+from pdmesh.decode.lease import LeaseEntry
+from pdmesh.decode.leases import Leases
+from pdmesh.decode.limits import DecodeLimits
+from pdmesh.decode.paging import Paging
 from pdmesh.decode.runner import DecodeRunner, StepRows
 from pdmesh.decode.scheduler import DecodeScheduler
-from pdmesh.decode.sequence import DecodeSequence, LeaseEntry
+from pdmesh.decode.sequence import DecodeSequence
 from pdmesh.kvcache.manager import KvManager
+from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.receiver import TransferReceiver
-from pdmesh.wire.errors import Cancelled, InternalError, InvalidRequest, LeaseGone, PdmeshError
+from pdmesh.wire.errors import (
+    Cancelled,
+    InternalError,
+    InvalidRequest,
+    LeaseGone,
+    PdmeshError,
+    Preempted,
+)
 from pdmesh.wire.hashes import root_hash
 from pdmesh.wire.logs import event
 from pdmesh.wire.messages import (
@@ -41,6 +53,7 @@ class DecodeWorker:
         self,
         runner: DecodeRunner,
         kv: KvManager,
+        store: LatentStore,
         receiver: TransferReceiver,
         scheduler: DecodeScheduler[DecodeSequence],
         limits: DecodeLimits,
@@ -51,13 +64,29 @@ class DecodeWorker:
         self._scheduler = scheduler
         self._limits = limits
         self._fingerprint = limits.page_format.fingerprint()
-        self._leases = Leases(kv, receiver, limits, self._let_go)
+        scheduler.rank = lambda sequence: sequence.entry.rank
+        self._leases = Leases(kv, store, receiver, limits, self._let_go, self._serve_room)
         self._wake = asyncio.Event()
         self._compute = ThreadPoolExecutor(1, "decode-compute")
+        self._paging = Paging(
+            kv,
+            store,
+            limits,
+            self._leases.room,
+            scheduler,
+            self._compute,
+            self._end_preempted,
+            self._wake.set,
+        )
+        self.observe: Callable[[DecodeStepFacts], None] | None = None
+        """Told of every step, on the event loop."""
         self.tokens_generated = 0
         self.cancelled = 0
         """Leases ended early by their client, a deadline or a cut stream, each counted once. A
         stream that the router cuts because it has found a stop string is one of them."""
+        self.drafted = 0
+        self.accepted = 0
+        """Draft tokens verified, and of those right."""
         self.step_ms = 0.0
 
     @property
@@ -66,7 +95,23 @@ class DecodeWorker:
 
     @property
     def queued(self) -> int:
-        return self._scheduler.waiting
+        """Sequences that wait for a place in the batch or for their pages, and reservations."""
+        return self._scheduler.waiting + self._paging.parked + self._leases.waiting
+
+    @property
+    def preempted(self) -> int:
+        """How often a sequence had to give its pages up."""
+        return self._paging.preempted
+
+    @property
+    def parked(self) -> int:
+        """Sequences whose pages are set aside now."""
+        return self._paging.parked
+
+    @property
+    def parked_bytes(self) -> int:
+        """Host memory that set-aside pages take."""
+        return self._paging.parked_bytes
 
     @property
     def running(self) -> int:
@@ -79,13 +124,14 @@ class DecodeWorker:
     # ---- reserve, stream, release ---------------------------------------------------------
 
     async def reserve(self, request: ReserveRequest) -> Lease:
-        """Promises pages for the prompt and all it may generate, or refuses at once.
+        """Promises pages for a prompt and its answers; waits for room if the request says so.
 
         Raises:
             InvalidRequest: it can never fit here, or makes no sense.
-            Overloaded: there is no room now.
+            Overloaded: there is no room, and none came in time.
+            DeadlineExceeded: the deadline passed while it waited.
         """
-        return self._leases.grant(request)
+        return await self._leases.grant(request)
 
     async def stream(self, request: StreamRequest) -> AsyncIterator[TokenChunk]:
         """Waits for the pages, then yields the tokens of every step until the sequence ends.
@@ -95,7 +141,8 @@ class DecodeWorker:
             InvalidRequest: it is being streamed already, or was reserved for something else.
             TransferFailed: the pages did not arrive; nothing was generated.
             Cancelled: the lease was released, or its deadline passed, meanwhile.
-            InternalError: a step failed.
+            Preempted: its pages were needed by others, and could not be kept either.
+            InternalError: its step failed, also when it ran alone.
         """
         entry = self._leases.find(request.lease_id)
         if entry is None or entry.generation != request.generation or entry.ended is not None:
@@ -129,7 +176,12 @@ class DecodeWorker:
     ) -> DecodeSequence:
         """Waits for the prompt's pages; then the sequence joins the batch."""
         opened = time.monotonic()
-        fin = await self._receiver.wait(entry.lease_id, max(0.001, entry.request.deadline_ms / 1e3))
+        grammars, grammar = self._limits.grammars, request.sampling.grammar
+        if grammars is not None and grammar:
+            await asyncio.to_thread(grammars.compile, grammar)  # kept, and used again below
+        assert entry.group is not None
+        patience = max(0.001, entry.request.deadline_ms / 1e3)
+        fin = await self._receiver.wait(entry.group.transfer_id, patience)
         if not self._leases.holds(entry):
             raise LeaseGone(f"lease {entry.lease_id} is over")
         sequence = new_sequence(self._limits, entry, request, fin, hashes)
@@ -142,8 +194,7 @@ class DecodeWorker:
             lease=entry.lease_id,
             ms=f"{sequence.transfer_ms:.1f}",
         )
-        reservation = entry.reservation
-        reservation.publish(reservation.matched, hashes[reservation.matched :])
+        self._leases.arrive(entry, hashes)
         entry.sequence = sequence
         self._scheduler.add(sequence)
         self._wake.set()
@@ -172,9 +223,12 @@ class DecodeWorker:
             Exception: what no single sequence is to blame for; the worker cannot go on.
         """
         while True:
+            await self._paging.bring_back()
+            for sequence in self._paging.drop_cancelled():
+                self._end(sequence)
             for sequence in self._scheduler.take(lambda s: s.cancelled):
                 self._end(sequence)
-            batch = self._scheduler.next_batch()
+            batch = await self._paging.next_batch()
             if batch:
                 await self._step(batch)
             else:
@@ -182,31 +236,57 @@ class DecodeWorker:
                 self._wake.clear()
 
     async def _step(self, batch: list[DecodeSequence]) -> None:
-        size = self._limits.page_format.page_size
-        for sequence in batch:
-            reservation = sequence.entry.reservation
-            reservation.grow(max(0, sequence.pages_needed(size) - len(reservation.pages)))
+        try:
+            await self._run_step(batch)
+        except _StepFailed as failed:
+            fields = {"requests": ",".join(s.request.request_id for s in batch)}
+            log.error("decode step failed", exc_info=failed.__cause__, extra={"fields": fields})
+            for sequence in batch:
+                await self._step_alone(sequence)
+
+    async def _step_alone(self, sequence: DecodeSequence) -> None:
+        """Runs one sequence of a step that failed: only who fails again is to blame."""
+        if sequence.cancelled:
+            return
+        try:
+            await self._run_step([sequence])
+        except _StepFailed as failed:
+            self._let_go(sequence.entry, InternalError(f"decode step failed: {failed.__cause__}"))
+
+    async def _run_step(self, batch: list[DecodeSequence]) -> None:
+        began = time.perf_counter()
         rows = [sequence.rows() for sequence in batch]
-        began = time.monotonic()
         loop = asyncio.get_running_loop()
         try:
             steps = await loop.run_in_executor(self._compute, self._runner.step, rows)
         except Exception as error:
-            requests = ",".join(sequence.request.request_id for sequence in batch)
-            log.exception("decode step failed", extra={"fields": {"requests": requests}})
-            for sequence in batch:
-                self._let_go(sequence.entry, InternalError(f"decode step failed: {error}"))
-            return
-        duration = (time.monotonic() - began) * 1e3
+            raise _StepFailed from error
+        duration = (time.perf_counter() - began) * 1e3
         self.step_ms = 0.9 * self.step_ms + 0.1 * duration if self.step_ms else duration
+        tokens, accepted = self.tokens_generated, self.accepted
         for sequence, step in zip(batch, steps, strict=True):
             if not sequence.cancelled:
                 self._apply(sequence, step, duration)
+        if self.observe is not None:
+            self.observe(
+                DecodeStepFacts(
+                    duration_s=time.perf_counter() - began,
+                    model_s=steps[0].model_s,
+                    num_sequences=len(steps),
+                    num_tokens=self.tokens_generated - tokens,
+                    drafted=sum(step.drafted for step in steps),
+                    accepted=self.accepted - accepted,
+                    pages_used=self._kv.status().used,
+                )
+            )
 
     def _apply(self, sequence: DecodeSequence, step: StepRows, duration: float) -> None:
+        drafted, accepted = sequence.drafted, sequence.accepted
         chunk, complete = sequence.apply(step, duration)
         self._publish(sequence, complete)
         self.tokens_generated += len(chunk.token_ids)
+        self.drafted += sequence.drafted - drafted
+        self.accepted += sequence.accepted - accepted
         sequence.queue.put_nowait(chunk)
         if sequence.done:
             self._end(sequence)
@@ -253,6 +333,20 @@ class DecodeWorker:
         self._scheduler.remove(sequence)
         self._leases.free(sequence.entry)
 
+    def _end_preempted(self, sequence: DecodeSequence, why: Preempted) -> None:
+        """Ends a sequence that gave its pages up for good. Between steps."""
+        self._let_go(sequence.entry, why)
+        self._end(sequence)
+
+    def _serve_room(self) -> None:
+        """Pages may have become free: for those in line, and for sequences that lack some."""
+        self._leases.room.serve()
+        self._wake.set()
+
     def close(self) -> None:
         """Ends the compute thread."""
         self._compute.shutdown(wait=False, cancel_futures=True)
+
+
+class _StepFailed(Exception):
+    """The compute thread raised; the cause says what."""

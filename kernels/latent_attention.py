@@ -7,9 +7,9 @@ A latent is `rank` normalised values and `rope` rotated ones. Two forms of the s
 * absorbed form: q is multiplied by the key projection once, so that all heads read the latents
   themselves as keys, and as values; the value projection follows. Cheaper for few queries a key.
 
-All products have a fixed shape (a tile of rows against one page), maxima do not depend on order,
-and sums run page by page. So a row's result does not depend on its neighbours, on how the rows were
-split into batches, or on how many keys follow. Everything is float32.
+All products have a fixed shape (a tile of rows against one split of keys), maxima do not depend on
+order, and sums run split by split. So a row's result does not depend on its neighbours, on how the
+rows were put into batches, on how many keys follow, or on the page size. Everything is float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ from pdmesh.kernels.linear import linear, padded_rows
 from pdmesh.kernels.page_copy import flat_rows, gather_latents
 from pdmesh.kernels.page_walk import Chunk, Group, PageWalk
 
-Load = Callable[[Chunk], tuple[Tensor, Tensor]]
-"""Keys [n, g, page_size, d] and values [n, g, page_size, v] of a chunk's entries."""
+Load = Callable[[Chunk, bool], tuple[Tensor, Tensor | None]]
+"""Keys [n, g, SPLIT, d] of a chunk's entries and, if asked for, values [n, g, SPLIT, v]."""
 
 
 def absorbed_attention(
@@ -45,7 +45,7 @@ def absorbed_attention(
     if heads != num_heads:
         query = F.pad(query, (0, 0, 0, heads - num_heads))
 
-    def load(chunk: Chunk) -> tuple[Tensor, Tensor]:
+    def load(chunk: Chunk, _: bool) -> tuple[Tensor, Tensor | None]:
         rows = flat_rows(chunk.pages, chunk.slots, latents.shape[1], latents.shape[2])
         keys = gather_latents(latents, layer, rows).float().unsqueeze(1)
         return keys, keys[..., :rank]
@@ -76,89 +76,99 @@ def mha_attention(
     """
     heads, value_dim = query.shape[1], up[1].shape[1]
 
-    def load(chunk: Chunk) -> tuple[Tensor, Tensor]:
+    def load(chunk: Chunk, wanted: bool) -> tuple[Tensor, Tensor | None]:
         pages, slots = chunk.pages[chunk.distinct], chunk.slots[chunk.distinct]
         rows = flat_rows(pages, slots, latents.shape[1], latents.shape[2])
-        keys, values = project_latents(gather_latents(latents, layer, rows), up)
-        if chunk.distinct.shape[0] == chunk.same.shape[0]:
-            return keys[chunk.same], values[chunk.same]
-        return keys.index_select(0, chunk.same), values.index_select(0, chunk.same)
+        gathered = gather_latents(latents, layer, rows)
+        keys = project_keys(gathered, up[0]).index_select(0, chunk.same)
+        if not wanted:
+            return keys, None
+        return keys, project_values(gathered, up[1]).index_select(0, chunk.same)
 
     parts = []
     for group in walk.groups:
         tiles, rows = group.rows.shape
         packed = query.index_select(0, group.rows.flatten())
         packed = packed.view(tiles, rows, heads, -1).transpose(1, 2).contiguous()
-        masks = [chunk.masked.unsqueeze(1) for chunk in group.chunks]
+        masks = [None if c.masked is None else c.masked.unsqueeze(1) for c in group.chunks]
         result = _attend(packed, group, load, masks).transpose(1, 2)
         parts.append(result.reshape(tiles * rows, heads, value_dim))
     return _rows_back(parts, walk, query.shape[0])
 
 
-def project_latents(latents: Tensor, up: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Keys [n, heads, s, nope + rope] and values [n, heads, s, v], float32, of latents [n, s, w].
+def project_keys(latents: Tensor, weight: Tensor) -> Tensor:
+    """Keys [n, heads, s, nope + rope] float32 of latents [n, s, w]; weight [heads, nope, rank].
 
-    `up` is the key projection [heads, nope, rank] and the value projection [heads, v, rank]; the
-    rotated part of a latent is every head's.
+    The rotated part of a latent is every head's.
     """
-    heads, _, rank = up[0].shape
-    count, slots, _ = latents.shape
-    compressed = latents[..., :rank].reshape(count * slots, rank)
-    keys, values = (
-        linear(compressed, weight.flatten(0, 1)).float().view(count, slots, heads, -1)
-        for weight in up
-    )
+    heads, _, rank = weight.shape
     rotated = latents[..., None, rank:].float().expand(-1, -1, heads, -1)
-    keys = torch.cat([keys, rotated], dim=-1)
-    return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
+    keys = torch.cat([_project(latents, weight), rotated], dim=-1)
+    return keys.transpose(1, 2).contiguous()
 
 
-def _repeat_rows(masked: Tensor, heads: int) -> Tensor:
-    """masked [n, rows, page_size] for rows x heads: [n, 1, rows * heads or 1, page_size]."""
+def project_values(latents: Tensor, weight: Tensor) -> Tensor:
+    """Values [n, heads, s, v] float32 of latents [n, s, w]; weight [heads, v, rank]."""
+    return _project(latents, weight).transpose(1, 2).contiguous()
+
+
+def _project(latents: Tensor, weight: Tensor) -> Tensor:
+    count, slots, _ = latents.shape
+    compressed = latents[..., : weight.shape[2]].reshape(count * slots, -1)
+    projected = linear(compressed, weight.flatten(0, 1)).float()
+    return projected.view(count, slots, weight.shape[0], -1)
+
+
+def _repeat_rows(masked: Tensor | None, heads: int) -> Tensor | None:
+    """masked [n, rows, SPLIT] for rows x heads: [n, 1, rows * heads or 1, SPLIT]."""
+    if masked is None:
+        return None
     if masked.shape[1] == 1:
         return masked.unsqueeze(1)
     return masked.repeat_interleave(heads, dim=1).unsqueeze(1)
 
 
-def _attend(query: Tensor, group: Group, load: Load, masks: Sequence[Tensor]) -> Tensor:
+def _attend(query: Tensor, group: Group, load: Load, masks: Sequence[Tensor | None]) -> Tensor:
     """softmax(q k) v for query [tiles, g, m, d]: [tiles, g, m, v], both float32.
 
-    First the largest score of each row over all pages, then the sums page by page. Where a group
+    First the largest score of each row over all splits, then the sums split by split. Where a group
     needs several chunks the scores are computed twice, to bound memory.
     """
     keep = len(group.chunks) == 1
     peak = query.new_full(query.shape[:3], torch.finfo(query.dtype).min)
-    kept: list[tuple[Tensor, Tensor]] = []
+    kept: tuple[Tensor, Tensor | None] | None = None
     for chunk, mask in zip(group.chunks, masks, strict=True):
-        scores, values = _scores(query, chunk, load, mask)
-        _each_page(peak, scores.amax(dim=-1), chunk.counts, torch.maximum)
-        if keep:
-            kept.append((scores, values))
+        scored = _scores(query, chunk, load, mask, values=keep)
+        _each_split(peak, scored[0].amax(dim=-1), chunk.counts, torch.maximum)
+        kept = scored if keep else None
     total = torch.zeros_like(peak)
     result: Tensor | None = None
-    for number, (chunk, mask) in enumerate(zip(group.chunks, masks, strict=True)):
-        scores, values = kept[number] if keep else _scores(query, chunk, load, mask)
+    for chunk, mask in zip(group.chunks, masks, strict=True):
+        scores, values = kept or _scores(query, chunk, load, mask, values=True)
+        assert values is not None
         weights = scores.sub_(peak.index_select(0, chunk.tiles).unsqueeze(-1)).exp_()
         part = torch.bmm(weights.flatten(0, 1), values.flatten(0, 1))
         part = part.view(*weights.shape[:3], -1)
         if result is None:
             result = part.new_zeros((*peak.shape, part.shape[-1]))
-        _each_page(total, weights.sum(dim=-1), chunk.counts, torch.add)
-        _each_page(result, part, chunk.counts, torch.add)
+        _each_split(total, weights.sum(dim=-1), chunk.counts, torch.add)
+        _each_split(result, part, chunk.counts, torch.add)
     assert result is not None
     return result / total.unsqueeze(-1)
 
 
-def _scores(query: Tensor, chunk: Chunk, load: Load, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Masked scores [n, g, m, page_size] of a chunk's entries, and their values."""
-    keys, values = load(chunk)
+def _scores(
+    query: Tensor, chunk: Chunk, load: Load, mask: Tensor | None, values: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Masked scores [n, g, m, SPLIT] of a chunk's entries, and their values if asked for."""
+    keys, loaded = load(chunk, values)
     picked = query.index_select(0, chunk.tiles)
     scores = torch.bmm(picked.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
     scores = scores.view(*picked.shape[:3], -1)
-    return scores.masked_fill_(mask, float("-inf")), values
+    return scores if mask is None else scores.masked_fill_(mask, float("-inf")), loaded
 
 
-def _each_page(
+def _each_split(
     total: Tensor, parts: Tensor, counts: Sequence[int], combine: Callable[..., Tensor]
 ) -> None:
     """total[:c] = combine(total[:c], the next c of parts) for every c of counts, in order."""

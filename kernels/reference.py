@@ -6,12 +6,17 @@ Each is written, with shapes, dtypes and source, in the file named after it.
 from pdmesh.kernels.activation import sigmoid, silu_mul
 from pdmesh.kernels.fp8 import block_scales, dequantise_blocks, quantise_blocks
 from pdmesh.kernels.gate import GateRule, choose_experts
-from pdmesh.kernels.latent_attention import absorbed_attention, mha_attention, project_latents
+from pdmesh.kernels.latent_attention import (
+    absorbed_attention,
+    mha_attention,
+    project_keys,
+    project_values,
+)
 from pdmesh.kernels.linear import linear, pad_rows, padded_rows
 from pdmesh.kernels.moe import order_by_expert, routed_experts
 from pdmesh.kernels.norm import rms_norm
-from pdmesh.kernels.page_copy import append_latents, flat_rows, gather_latents
-from pdmesh.kernels.page_walk import PageWalk, Span, plan_walk
+from pdmesh.kernels.page_copy import append_latents, flat_rows, gather_latents, move_latents
+from pdmesh.kernels.page_walk import SPLIT, PageWalk, Span, Tiling, plan_walk
 from pdmesh.kernels.rope import (
     RopeTable,
     Yarn,
@@ -24,8 +29,10 @@ from pdmesh.kernels.rope import (
 __all__ = [
     "GateRule",
     "PageWalk",
+    "SPLIT",
     "RopeTable",
     "Span",
+    "Tiling",
     "Yarn",
     "absorbed_attention",
     "append_latents",
@@ -39,11 +46,13 @@ __all__ = [
     "inverse_frequencies",
     "linear",
     "mha_attention",
+    "move_latents",
     "order_by_expert",
     "pad_rows",
     "padded_rows",
     "plan_walk",
-    "project_latents",
+    "project_keys",
+    "project_values",
     "quantise_blocks",
     "rms_norm",
     "routed_experts",

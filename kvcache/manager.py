@@ -1,24 +1,28 @@
 """The page manager of one worker: reservations over a pool with a prefix cache.
 
-A reservation is taken at once for all a sequence may need, growth included, or not at all, so two
-sequences never wait for each other's pages. Methods may be called from any thread; one lock makes
-each of them atomic. The callbacks run under that lock, in the order of the changes they tell of,
-and must return quickly; they must not raise.
+A reservation is taken at once, for what the caller says, or not at all. A caller that asks for all
+that a sequence may need never waits for another's pages; one that asks for less and extends the
+promise later has to decide who gives way where there is no room. Methods may be called from any
+thread; one lock makes each of them atomic. The callbacks run under that lock, in the order of the
+changes they tell of, and must return quickly; they must not raise.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from pdmesh.kvcache.pool import PagePool, PageState
 from pdmesh.kvcache.prefix_cache import PrefixCache
-from pdmesh.wire.errors import InternalError, InvalidRequest, LeaseGone
+from pdmesh.kvcache.reservation import Reservation as Reservation
+from pdmesh.wire.errors import InvalidRequest
 from pdmesh.wire.hashes import PageHash
 from pdmesh.wire.messages import PoolStatus
 
 HashesCallback = Callable[[list[PageHash]], None]
+Stamp = tuple[int, int]
+"""A page, and how often it had been taken."""
 
 
 class KvManager:
@@ -90,11 +94,39 @@ class KvManager:
             for page in matched:
                 self._pool.pin(page)
             self._pool.reserve(missing)
-            reservation = Reservation(
-                self, matched, list(hashes[: len(matched)]), missing, self._cache_epoch
+            known = list(hashes[: len(matched)])
+            return Reservation(self, matched, known, missing, self._cache_epoch)
+
+    def stamps(self, pages: Sequence[int]) -> list[Stamp]:
+        """What tells whether full pages still hold what they hold now; see ``unchanged``."""
+        with self._lock:
+            return [(page, self._pool.birth(page)) for page in pages]
+
+    def unchanged(self, hashes: Sequence[PageHash], stamps: Sequence[Stamp]) -> int:
+        """How many leading ``hashes`` are cached in the very pages of ``stamps``, bit for bit.
+
+        The same hash may be owned by a page that was computed in another way, so a hash alone
+        does not say that.
+        """
+        with self._lock:
+            count = 0
+            for page_hash, (page, birth) in zip(hashes, stamps, strict=False):
+                if self._cache.page_of(page_hash) != page or self._pool.birth(page) != birth:
+                    break
+                count += 1
+            return count
+
+    def releasable(self, reservations: Collection[Reservation]) -> int:
+        """How many pages could be promised anew if all of ``reservations`` were released."""
+        with self._lock:
+            holders: Counter[int] = Counter()
+            for reservation in reservations:
+                holders.update(reservation._held())
+            whole = sum(
+                count == self._pool.pins(page) and self._held_by_quarantine[page] == 0
+                for page, count in holders.items()
             )
-            self._live.add(reservation)
-            return reservation
+            return whole + sum(reservation.remaining for reservation in reservations)
 
     def end_quarantine(self, token: int) -> int:
         """Ends a quarantine: no write can land in its pages any more. Idempotent.
@@ -131,6 +163,12 @@ class KvManager:
         """Pages by state."""
         with self._lock:
             return self._pool.status()
+
+    @property
+    def available(self) -> int:
+        """Pages that may still be promised."""
+        with self._lock:
+            return self._pool.available
 
     @property
     def num_reservations(self) -> int:
@@ -179,6 +217,7 @@ class KvManager:
         other = self._cache.page_of(page_hash)
         if other is None:
             self._cache.insert(page_hash, parent, page)
+        if other is None or other == page:
             return None
         if self._pool.state(other) is PageState.CACHED:
             self._pool.evict(self._cache.replace(page_hash, page))
@@ -187,153 +226,9 @@ class KvManager:
         return other
 
     def _let_go(self, page: int) -> None:
-        if self._held_by_quarantine[page] > 0:
+        if self._held_by_quarantine[page] > 0 and self._pool.pins(page) == 1:
             self._pool.quarantine(page)
             return
         keep = self._cache.hash_of(page) is not None
         if self._pool.unpin(page, keep=keep) is PageState.CACHED:
             self._cache.released(page)
-
-
-class Reservation:
-    """Pages of one sequence: some physical, the rest promised by count.
-
-    After ``release`` every other method raises LeaseGone.
-    """
-
-    def __init__(
-        self,
-        manager: KvManager,
-        matched: list[int],
-        hashes: list[PageHash],
-        remaining: int,
-        cache_epoch: int,
-    ) -> None:
-        self._manager = manager
-        self._pages = matched
-        self._hashes = hashes
-        self._twins: list[int] = []
-        self._cache_epoch = cache_epoch
-        self._released = False
-        self.matched = len(matched)
-        """Leading pages that were cached when the reservation was made."""
-        self.remaining = remaining
-        """Pages promised and not yet physical."""
-
-    @property
-    def pages(self) -> list[int]:
-        """Physical pages in sequence order, the matched ones first: the page table."""
-        return list(self._pages)
-
-    @property
-    def released(self) -> bool:
-        return self._released
-
-    @property
-    def published(self) -> int:
-        """Leading pages whose contents are known valid under a hash, matched ones included."""
-        return len(self._hashes)
-
-    def grow(self, count: int = 1) -> list[int]:
-        """Makes ``count`` promised pages physical and appends them to the page table.
-
-        Never fails for lack of room within the reservation.
-
-        Raises:
-            InternalError: more pages than were reserved.
-        """
-        with self._manager._lock:
-            self._check_live()
-            if not 0 <= count <= self.remaining:
-                raise InternalError(f"cannot grow by {count} pages: {self.remaining} are reserved")
-            pages = self._manager._grow(count)
-            self.remaining -= count
-            self._pages.extend(pages)
-            return pages
-
-    def publish(self, index_from: int, hashes: Sequence[PageHash]) -> None:
-        """Marks full pages, from position ``index_from`` of the page table, as valid.
-
-        Idempotent. Where another page is shared under the same hash already, the own page stays
-        private to this reservation. After ``KvManager.clear`` it does nothing: an ancestor is gone.
-
-        Raises:
-            InternalError: a page before ``index_from`` is not published (parents come first), a
-                page does not exist or is in quarantine, or a hash is not the one given before.
-        """
-        with self._manager._lock:
-            self._check_live()
-            if self._cache_epoch != self._manager._cache_epoch:
-                return
-            if index_from < 0:
-                raise InternalError(f"pages are published from 0, not from {index_from}")
-            known = self._hashes[index_from : index_from + len(hashes)]
-            if list(hashes[: len(known)]) != known:
-                raise InternalError("a page was published under another hash before")
-            fresh = list(hashes[len(known) :])
-            if fresh:
-                self._publish_fresh(index_from + len(known), fresh)
-
-    def _publish_fresh(self, start: int, hashes: list[PageHash]) -> None:
-        manager = self._manager
-        pages = self._pages[start : start + len(hashes)]
-        if start != len(self._hashes) or len(pages) != len(hashes):
-            raise InternalError(
-                f"cannot publish pages {start} to {start + len(hashes)}:"
-                f" {len(self._hashes)} of {len(self._pages)} pages are published"
-            )
-        if any(manager._held_by_quarantine[page] > 0 for page in pages):
-            raise InternalError("a page that may still be written cannot be published")
-        new: list[PageHash] = []
-        for page, page_hash in zip(pages, hashes, strict=True):
-            parent = self._hashes[-1] if self._hashes else None
-            if manager._cache.page_of(page_hash) is None:
-                new.append(page_hash)
-            twin = manager._own(page_hash, parent, page)
-            if twin is not None:
-                self._twins.append(twin)
-            self._hashes.append(page_hash)
-        if new:
-            manager._on_publish(new)
-
-    def quarantine(self, pages: Sequence[int]) -> int:
-        """Marks pages in which a write may still land; release sets them aside, not free.
-
-        Returns:
-            A token for ``KvManager.end_quarantine``.
-
-        Raises:
-            InternalError: a page is not of this reservation, or is published.
-        """
-        manager = self._manager
-        with manager._lock:
-            self._check_live()
-            unpublished = set(self._pages[len(self._hashes) :])
-            if not set(pages) <= unpublished:
-                raise InternalError("only unpublished pages of a reservation go into quarantine")
-            token = manager._next_token
-            manager._next_token += 1
-            manager._quarantines[token] = frozenset(pages)
-            manager._held_by_quarantine.update(set(pages))
-            return token
-
-    def release(self) -> None:
-        """Lets go of everything: published pages become cached, others free. Idempotent."""
-        manager = self._manager
-        with manager._lock:
-            if self._released:
-                return
-            self._released = True
-            manager._live.discard(self)
-            manager._cache.start_release()
-            for page in reversed(self._held()):
-                manager._let_go(page)
-            manager._pool.unreserve(self.remaining)
-            self.remaining = 0
-
-    def _held(self) -> list[int]:
-        return self._twins + self._pages
-
-    def _check_live(self) -> None:
-        if self._released:
-            raise LeaseGone("the reservation was released")

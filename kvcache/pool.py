@@ -38,6 +38,7 @@ class PagePool:
         self.num_pages = num_pages
         self._state = [PageState.FREE] * num_pages
         self._pins = [0] * num_pages
+        self._births = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._count = Counter({PageState.FREE: num_pages})
         self._reserved = 0
@@ -64,6 +65,10 @@ class PagePool:
         """How many holders the page has; 0 unless it is used."""
         return self._pins[page]
 
+    def birth(self, page: int) -> int:
+        """How often the page has been taken: while it stays the same, so do the page's contents."""
+        return self._births[page]
+
     def reserve(self, count: int) -> bool:
         """Promises ``count`` pages; False, and nothing changed, where there is no room."""
         if count < 0:
@@ -89,6 +94,7 @@ class PagePool:
         self._reserved -= 1
         self._move(page, PageState.FREE, PageState.USED)
         self._pins[page] = 1
+        self._births[page] += 1
         return page
 
     def pin(self, page: int) -> None:

@@ -68,6 +68,23 @@ class LatentStore:
         place = self.tensor[page, layer].reshape(-1).view(torch.uint8)
         place.copy_(staged)
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, all layers."""
+        return self.num_layers * self.page_layer_bytes
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies a page, all layers and slots, onto another."""
+        self.tensor[target].copy_(self.tensor[source])
+
+    def take_page(self, page: int, out: torch.Tensor) -> None:
+        """Copies a page into ``out`` [num_layers, page_size, width] on any device."""
+        out.copy_(self.tensor[page])
+
+    def put_page(self, page: int, values: torch.Tensor) -> None:
+        """Fills a page from ``values`` [num_layers, page_size, width] on any device."""
+        self.tensor[page].copy_(values)
+
     def _offset(self, page: int, layer: int) -> int:
         if not (0 <= page < self.num_pages and 0 <= layer < self.num_layers):
             raise InternalError(

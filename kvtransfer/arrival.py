@@ -76,6 +76,9 @@ class Arrival:
                 case protocol.Acknowledge():
                     if self.link is not None:
                         self.link.send(Done(self.lease_id, self.state.generation))
+                case protocol.Fence(reason):
+                    if self.link is not None:
+                        self.link.close(reason)
                 case _:
                     notices.append(effect)
         return notices

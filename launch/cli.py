@@ -51,6 +51,9 @@ examples:
 """
 
 
+_DRAFTS = "MTP drafts a step and sequence: 0 to 4, or auto: as many as pay off (default: 1)"
+
+
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence."""
 
@@ -92,9 +95,29 @@ def _add_up(up: argparse.ArgumentParser) -> None:
     )
     up.add_argument("--prefill", type=int, metavar="N", help="prefill workers (default: 1)")
     up.add_argument("--decode", type=int, metavar="N", help="decode workers (default: 2)")
+    _add_mode(up)
     up.add_argument("--no-mtp", action="store_true", help="no draft tokens from the MTP module")
+    up.add_argument("--draft-tokens", type=_drafts, metavar="N", help=_DRAFTS)
     up.add_argument("--chat", action="store_true", help="open a chat; stop everything at its end")
     up.add_argument("--prompt", metavar="TEXT", help="print one answer and stop everything")
+
+
+def _add_mode(parser: argparse.ArgumentParser) -> None:
+    """What all processes of a mesh must agree on besides the checkpoint."""
+    parser.add_argument(
+        "--arithmetic",
+        metavar="MODE",
+        help="fast: prompts in MHA form (default); exact: prompts and answers in one form, slower, "
+        "and a retry or a cached answer never changes a token",
+    )
+    parser.add_argument(
+        "--page-size", type=int, metavar="N", help="tokens a page: 16, 32 ... 512 (default: 64)"
+    )
+
+
+def _drafts(text: str) -> int | str:
+    """A number where it is one; else a word, which the topology knows or refuses."""
+    return int(text) if text.lstrip("-").isdigit() else text
 
 
 def _add_chat(chat: argparse.ArgumentParser) -> None:
@@ -137,16 +160,35 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--model", type=Path, metavar="DIR", help="checkpoint")
     serve.add_argument("--model-name", metavar="NAME", help="name that clients ask for")
     serve.add_argument("--dtype", help="float32 or bfloat16")
+    _add_mode(serve)
     serve.add_argument("--no-mtp", action="store_true", help="no draft tokens")
     serve.add_argument("--lease-ttl", type=float, metavar="S", help="seconds a lease lasts")
     serve.add_argument("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR")
     serve.add_argument("--pages", type=int, help="workers: pages of KV memory")
     serve.add_argument("--threads", type=int, help="workers: threads (default: all cores)")
     serve.add_argument("--chunk-tokens", type=int, help="prefill: most tokens in one step")
+    serve.add_argument("--max-queue", type=int, metavar="N", help="prefill: prompts that may wait")
     serve.add_argument("--max-batch", type=int, help="decode: most sequences in one step")
+    serve.add_argument("--draft-tokens", type=_drafts, metavar="N", help=f"decode: {_DRAFTS}")
+    serve.add_argument(
+        "--growth-tokens",
+        type=int,
+        metavar="N",
+        help="decode: tokens promised ahead of a running sequence, which may have to give its "
+        "pages up for others; 0: promise all it may generate",
+    )
+    serve.add_argument(
+        "--park-mb",
+        type=int,
+        metavar="N",
+        help="decode: host memory for the pages of such sequences, MiB; 0: computed again",
+    )
+    serve.add_argument(
+        "--max-waiting", type=int, metavar="N", help="decode: reservations that may wait for pages"
+    )
     serve.add_argument("--deadline", type=float, metavar="S", help="router: default deadline")
     serve.add_argument("--max-attempts", type=int, help="router: tries of one request")
-    serve.add_argument("--metrics-port", type=int, help="router: Prometheus endpoint")
+    serve.add_argument("--metrics-port", type=int, help="Prometheus endpoint; 0: none (default)")
 
 
 def _add_status(status: argparse.ArgumentParser) -> None:

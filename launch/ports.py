@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from pdmesh.wire.errors import ConfigError
 
@@ -34,6 +34,32 @@ def claim_port(host: str, asked: int) -> Iterator[int]:
         reason = "another mesh is starting there"
     which = f"port {asked}" if asked else f"any port from {DEFAULT_PORT} on"
     raise ConfigError(f"cannot listen on {which} of {host}: {reason}")
+
+
+@contextlib.contextmanager
+def claim_ports(host: str, first: int, count: int, taken: Collection[int]) -> Iterator[list[int]]:
+    """The first ``count`` ports from ``first`` on that are free and not in ``taken``.
+
+    They are spoken for until the block ends, as with ``claim_port``.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    ports: list[int] = []
+    with contextlib.ExitStack() as claimed:
+        for port in range(first, min(first + 1000, 65536)):
+            if len(ports) == count:
+                break
+            if port in taken or refusal(host, port):
+                continue
+            if claimed.enter_context(_spoken_for(port)):
+                ports.append(port)
+        if len(ports) < count:
+            raise ConfigError(
+                f"{len(ports)} ports from {first} on are free on {host}, {count} are needed; "
+                "give another port to start from"
+            )
+        yield ports
 
 
 def refusal(host: str, port: int) -> str:

@@ -7,14 +7,16 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pdmesh.launch.topology import Topology, cores
+from pdmesh.launch.topology import AUTO_DRAFTS, Topology, cores
 
 PARENT_VARIABLE = "PDMESH_PARENT"
 REDIS_VARIABLE = "PDMESH_REDIS"
+WorkerRole = Literal["prefill", "decode"]
 Role = Literal["router", "prefill", "decode"]
 _TENSORS = re.compile(r"^loading .*tensors=(\d+/\d+)")
 
@@ -35,8 +37,13 @@ def threads_per_worker(topology: Topology, asked: int) -> int:
     return asked or max(1, cores() // workers)
 
 
-def mesh_specs(topology: Topology, port: int, secret: Path) -> list[Spec]:
-    """All processes of a mesh but the store; the router first."""
+def mesh_specs(
+    topology: Topology, port: int, secret: Path, metrics_ports: Mapping[str, int]
+) -> list[Spec]:
+    """All processes of a mesh but the store; the router first.
+
+    ``metrics_ports``: by worker name; a worker that is not named has no metrics endpoint.
+    """
     shared = _shared_arguments(topology, secret)
     router = topology.router
     specs = [
@@ -51,23 +58,44 @@ def mesh_specs(topology: Topology, port: int, secret: Path) -> list[Spec]:
             1,
         )
     ]
-    for index in range(topology.prefill.workers):
-        settings = ("--chunk-tokens", str(topology.prefill.chunk_tokens))
-        specs.append(_worker(topology, "prefill", index, (*settings, *shared)))
-    for index in range(topology.decode.workers):
-        settings = ("--max-batch", str(topology.decode.max_batch))
-        specs.append(_worker(topology, "decode", index, (*settings, *shared)))
+    counts: dict[WorkerRole, int] = {
+        "prefill": topology.prefill.workers,
+        "decode": topology.decode.workers,
+    }
+    for role, count in counts.items():
+        for index in range(count):
+            name = f"{role}-{index}"
+            metrics = ("--metrics-port", str(metrics_ports.get(name, 0)))
+            specs.append(_worker(topology, role, name, (*metrics, *shared)))
     return specs
 
 
-def _worker(
-    topology: Topology, role: Literal["prefill", "decode"], index: int, rest: tuple[str, ...]
-) -> Spec:
+def _worker(topology: Topology, role: WorkerRole, name: str, rest: tuple[str, ...]) -> Spec:
     section = topology.prefill if role == "prefill" else topology.decode
     threads = threads_per_worker(topology, section.threads)
-    name = f"{role}-{index}"
-    arguments = ("--id", name, "--pages", str(section.pages), "--threads", str(threads), *rest)
-    return Spec(name, role, arguments, threads)
+    own = _prefill_arguments(topology) if role == "prefill" else _decode_arguments(topology)
+    sizes = ("--pages", str(section.pages), "--threads", str(threads))
+    return Spec(name, role, ("--id", name, *sizes, *own, *rest), threads)
+
+
+def _prefill_arguments(topology: Topology) -> tuple[str, ...]:
+    section = topology.prefill
+    return (
+        *("--chunk-tokens", str(section.chunk_tokens)),
+        *("--max-queue", str(section.max_queue)),
+    )
+
+
+def _decode_arguments(topology: Topology) -> tuple[str, ...]:
+    section, drafts = topology.decode, topology.draft_tokens
+    asked = ("decode", "draft_tokens") in topology.origins
+    words = "auto" if drafts == AUTO_DRAFTS else str(drafts)
+    return (
+        *("--max-batch", str(section.max_batch)),
+        *(("--draft-tokens", words) if asked else ()),
+        *("--growth-tokens", str(section.growth_tokens), "--park-mb", str(section.park_mb)),
+        *("--max-waiting", str(section.max_waiting)),
+    )
 
 
 def _shared_arguments(topology: Topology, secret: Path) -> tuple[str, ...]:
@@ -76,6 +104,8 @@ def _shared_arguments(topology: Topology, secret: Path) -> tuple[str, ...]:
         *("--mesh", topology.mesh.name, "--host", topology.mesh.host),
         *("--secret-file", str(secret), "--model", str(topology.model_path)),
         *("--model-name", topology.model_name, "--dtype", topology.model.dtype, *mtp),
+        *("--arithmetic", topology.model.arithmetic),
+        *("--page-size", str(topology.model.page_size)),
         *("--lease-ttl", str(topology.mesh.lease_ttl_s), "--log-level", topology.mesh.log_level),
     )
 

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Coroutine
 from typing import Any
 
+from pdmesh.launch.checks import check_together
 from pdmesh.launch.processes import REDIS_VARIABLE
 from pdmesh.launch.topology import Topology, check_host, check_model, cores, load_topology
 from pdmesh.registry.store import check_url
@@ -54,18 +55,25 @@ def _settings(arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("model", "--model-name", name=a.model_name)
     topology = topology.changed("model", "--dtype", dtype=a.dtype)
     topology = topology.changed("model", "--no-mtp", mtp=False if a.no_mtp else None)
+    topology = topology.changed("model", "--arithmetic", arithmetic=a.arithmetic)
+    topology = topology.changed("model", "--page-size", page_size=a.page_size)
+    topology = topology.changed(a.role, "--metrics-port", metrics_port=a.metrics_port)
     if a.role == "router":
         topology = topology.changed("mesh", "--port", port=a.port)
         topology = topology.changed("router", "--deadline", deadline_s=a.deadline)
         topology = topology.changed("router", "--max-attempts", max_attempts=a.max_attempts)
-        topology = topology.changed("router", "--metrics-port", metrics_port=a.metrics_port)
     else:
         topology = topology.changed(a.role, "--pages", pages=a.pages)
         topology = topology.changed(a.role, "--threads", threads=a.threads)
     if a.role == "prefill":
         topology = topology.changed("prefill", "--chunk-tokens", chunk_tokens=a.chunk_tokens)
+        topology = topology.changed("prefill", "--max-queue", max_queue=a.max_queue)
     if a.role == "decode":
         topology = topology.changed("decode", "--max-batch", max_batch=a.max_batch)
+        topology = topology.changed("decode", "--draft-tokens", draft_tokens=a.draft_tokens)
+        topology = topology.changed("decode", "--growth-tokens", growth_tokens=a.growth_tokens)
+        topology = topology.changed("decode", "--park-mb", park_mb=a.park_mb)
+        topology = topology.changed("decode", "--max-waiting", max_waiting=a.max_waiting)
     if topology.mesh.secret_file is None:
         raise ConfigError("no secret given; add --secret-file FILE (the same on every host)")
     return topology
@@ -82,6 +90,7 @@ def _check(topology: Topology, role: str) -> None:
             check_host(mesh.host)
     with topology.blamed("model", "path"):
         check_model(topology.model_path)
+    check_together(topology)
     with topology.blamed("mesh", "secret_file"):
         read_secret(mesh.secret_file)
 
@@ -97,6 +106,8 @@ def _shared(topology: Topology) -> dict[str, Any]:
         "host": mesh.host,
         "transfer_host": mesh.host,
         "dtype": model.dtype,
+        "arithmetic": model.arithmetic,
+        "page_size": model.page_size,
         "mtp": model.mtp,
         "lease_ttl_s": mesh.lease_ttl_s,
     }
@@ -114,6 +125,8 @@ def _prefill(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, No
             pages=section.pages,
             threads=section.threads or cores(),
             chunk_tokens=section.chunk_tokens,
+            max_queue=section.max_queue,
+            metrics_port=section.metrics_port,
             **_shared(topology),
         )
     )
@@ -131,6 +144,11 @@ def _decode(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, Non
             pages=section.pages,
             threads=section.threads or cores(),
             max_batch=section.max_batch,
+            draft_tokens=topology.draft_tokens,
+            growth_tokens=section.growth_tokens,
+            park_mb=section.park_mb,
+            max_waiting=section.max_waiting,
+            metrics_port=section.metrics_port,
             **_shared(topology),
         )
     )

@@ -9,10 +9,14 @@ import msgspec
 
 from pdmesh.registry.store import Member, read_members
 from pdmesh.wire.errors import PdmeshError
-from pdmesh.wire.messages import Empty, WorkerStatus
+from pdmesh.wire.messages import Empty, WorkerRecord, WorkerStatus
 from pdmesh.wire.rpc import Client
 
 _TIMEOUT_S = 2.0
+_HEAD = (
+    *("worker", "state", "address", "pages free/cached/used/all", "queued", "running"),
+    *("parked", "preempted", "drafts accepted", "metrics"),
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class WorkerLine:
     instance: str
     epoch: int
     model: str
+    metrics: str
+    """host:port of the Prometheus endpoint; empty: none."""
     status: WorkerStatus | None
     """None if the worker did not answer."""
 
@@ -58,6 +64,7 @@ async def _line(member: Member) -> WorkerLine:
         instance=record.instance,
         epoch=member.epoch,
         model=record.model,
+        metrics=_metrics(record),
         status=status,
     )
 
@@ -72,8 +79,7 @@ def as_table(mesh: str, address: str | None, lines: list[WorkerLine]) -> str:
     """The status as a table for people."""
     where = f" at {address}" if address else ""
     title = f"mesh {mesh}{where}: {len(lines)} worker{'' if len(lines) == 1 else 's'}"
-    rows = [("worker", "state", "address", "pages free/cached/used/all", "queued", "running")]
-    rows.extend(_row(line) for line in lines)
+    rows = [_HEAD, *(_row(line) for line in lines)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
     problems = [
@@ -85,13 +91,22 @@ def as_table(mesh: str, address: str | None, lines: list[WorkerLine]) -> str:
     return "\n".join([title, *(["  " + row.rstrip() for row in table] if lines else []), *problems])
 
 
-def _row(line: WorkerLine) -> tuple[str, str, str, str, str, str]:
-    status = line.status
+def _row(line: WorkerLine) -> tuple[str, ...]:
+    start, status = (line.worker, line.state, line.address), line.status
+    end = line.metrics or "-"
     if status is None:
-        return line.worker, line.state, line.address, "no answer", "", ""
+        return *start, "no answer", *("",) * 5, end
     pool = status.pool
     pages = f"{pool.free}/{pool.cached}/{pool.used + pool.reserved}/{pool.total}"
     if pool.quarantined:
         pages += f" ({pool.quarantined} quarantined)"
-    queued, running = str(status.queued), str(status.running)
-    return line.worker, line.state, line.address, pages, queued, running
+    counts = (str(status.queued), str(status.running))
+    if status.role == "prefill":
+        return *start, pages, *counts, "-", "-", "-", end
+    drafts = f"{status.accepted / status.drafted:.0%}" if status.drafted else "-"
+    return *start, pages, *counts, str(status.parked), str(status.preempted), drafts, end
+
+
+def _metrics(record: WorkerRecord) -> str:
+    host = record.address.rpartition(":")[0]
+    return f"{host}:{record.metrics_port}" if record.metrics_port else ""

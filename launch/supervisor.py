@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -41,6 +42,8 @@ class Plan:
     topology: Topology
     port: int
     run_dir: RunDir
+    metrics_ports: Mapping[str, int] = field(default_factory=dict)
+    """Of the workers' metrics, by worker name; none for those it does not name."""
 
 
 class Supervisor:
@@ -59,7 +62,7 @@ class Supervisor:
         self.address = f"{topology.mesh.host}:{plan.port}"
         self._children = [
             Child(spec, plan.run_dir.log(spec.name))
-            for spec in mesh_specs(topology, plan.port, secret)
+            for spec in mesh_specs(topology, plan.port, secret, plan.metrics_ports)
         ]
         self._store = None if topology.mesh.redis else EmbeddedStore(plan.run_dir.log("store"))
         self._redis_url = topology.mesh.redis

@@ -19,19 +19,28 @@ from typing import Any, TypeVar
 
 from pdmesh.launch.ports import refusal
 from pdmesh.wire.errors import ConfigError
+from pdmesh.wire.hashes import Arithmetic
+from pdmesh.wire.ids import PAGE_SIZE
 
 T = TypeVar("T")
 
 SECTIONS = ("mesh", "model", "prefill", "decode", "router")
+PAGE_SIZES = (16, 32, 64, 128, 256, 512)
+AUTO_DRAFTS = -1
+"""``draft_tokens = "auto"``: as many as pay off, by what was accepted lately."""
 _ANYWHERE = ("0.0.0.0", "::", "[::]")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
-def _number(default: float, low: float, high: float, text: str) -> Any:
-    return field(default=default, metadata={"low": low, "high": high, "help": text})
+def _number(
+    default: float, low: float, high: float, text: str, words: Mapping[str, int] | None = None
+) -> Any:
+    """``words`` are names of numbers that may stand in their place."""
+    limits = {"low": low, "high": high, "help": text, "words": words or {}}
+    return field(default=default, metadata=limits)
 
 
-def _choice(default: str, choices: tuple[str, ...], text: str) -> Any:
+def _choice(default: str | int, choices: tuple[str | int, ...], text: str) -> Any:
     return field(default=default, metadata={"choices": choices, "help": text})
 
 
@@ -61,6 +70,10 @@ class ModelSection:
     )
     name: str = _plain("", "name that clients ask for; empty: the directory's name")
     dtype: str = _choice("float32", ("float32", "bfloat16"), "arithmetic and KV memory")
+    arithmetic: Arithmetic = _choice(
+        "fast", ("fast", "exact"), "fast: prompts in MHA form; exact: all in absorbed form"
+    )
+    page_size: int = _choice(PAGE_SIZE, PAGE_SIZES, "tokens a page")
     mtp: bool = _plain(True, "draft tokens with the MTP module")
 
 
@@ -69,9 +82,11 @@ class PrefillSection:
     """``[prefill]``: the workers that compute prompts."""
 
     workers: int = _number(1, 1, 64, "number of processes")
-    pages: int = _number(256, 2, 10_000_000, "pages of KV memory a worker, 64 tokens each")
+    pages: int = _number(256, 2, 10_000_000, "pages of KV memory a worker")
     threads: int = _number(0, 0, 1024, "threads a worker; 0: the cores, shared evenly")
-    chunk_tokens: int = _number(512, 64, 1_000_000, "most tokens in one step")
+    chunk_tokens: int = _number(512, 1, 1_000_000, "most tokens in one step, but at least a page")
+    max_queue: int = _number(1024, 1, 1_000_000, "prompts that may wait")
+    metrics_port: int = _number(0, 0, 65535, "Prometheus endpoint of the first worker; 0: none")
 
 
 @dataclass(frozen=True)
@@ -79,9 +94,18 @@ class DecodeSection:
     """``[decode]``: the workers that generate."""
 
     workers: int = _number(2, 1, 64, "number of processes")
-    pages: int = _number(256, 2, 10_000_000, "pages of KV memory a worker, 64 tokens each")
+    pages: int = _number(256, 2, 10_000_000, "pages of KV memory a worker")
     threads: int = _number(0, 0, 1024, "threads a worker; 0: the cores, shared evenly")
     max_batch: int = _number(32, 1, 4096, "most sequences in one step")
+    draft_tokens: int = _number(
+        1, 0, 4, "MTP drafts a step and sequence; auto: as many as pay off", {"auto": AUTO_DRAFTS}
+    )
+    growth_tokens: int = _number(
+        0, 0, 1_000_000, "tokens promised ahead of a running sequence; 0: all it may generate"
+    )
+    park_mb: int = _number(1024, 0, 10_000_000, "host memory for pages of preempted sequences, MiB")
+    max_waiting: int = _number(1024, 0, 1_000_000, "reservations that may wait for pages")
+    metrics_port: int = _number(0, 0, 65535, "Prometheus endpoint of the first worker; 0: none")
 
 
 @dataclass(frozen=True)
@@ -114,6 +138,11 @@ class Topology:
     def model_name(self) -> str:
         """The name that clients ask for."""
         return self.model.name or self.model_path.resolve().name
+
+    @property
+    def draft_tokens(self) -> int:
+        """MTP drafts a step and sequence; 0 without MTP, AUTO_DRAFTS for "auto"."""
+        return self.decode.draft_tokens if self.model.mtp else 0
 
     def changed(self, section: str, source: str, **values: object) -> Topology:
         """A copy with the values that are not None, checked like those of a file.
@@ -218,8 +247,14 @@ def _checked(setting: dataclasses.Field[Any], value: object, source: str) -> obj
     """The value in its right type. Raises ConfigError: ``<source> is ...; it must be ...``."""
     kind = str(setting.type)
     limits = setting.metadata
+    if "choices" in limits:
+        if type(value) is type(setting.default) and value in limits["choices"]:
+            return value
+        raise ConfigError(f"{source} is {_shown(value)}; it must be {_allowed(setting)}")
     if kind == "bool" and isinstance(value, bool):
         return value
+    if isinstance(value, str) and value in limits.get("words", {}):
+        return limits["words"][value]
     if kind in ("int", "float") and isinstance(value, int | float) and not isinstance(value, bool):
         whole = kind == "float" or isinstance(value, int)
         if whole and limits["low"] <= value <= limits["high"]:
@@ -232,9 +267,6 @@ def _checked(setting: dataclasses.Field[Any], value: object, source: str) -> obj
 
 
 def _string_fits(setting: dataclasses.Field[Any], value: str) -> bool:
-    choices = setting.metadata.get("choices")
-    if choices is not None:
-        return value in choices
     if setting.name == "name" and setting.default:
         return _NAME.fullmatch(value) is not None
     return bool(value) or setting.default == ""
@@ -244,10 +276,11 @@ def _allowed(setting: dataclasses.Field[Any]) -> str:
     limits = setting.metadata
     kind = str(setting.type)
     if "choices" in limits:
-        return "one of " + ", ".join(limits["choices"])
+        return "one of " + ", ".join(str(choice) for choice in limits["choices"])
     if kind in ("int", "float"):
         what = "a whole number" if kind == "int" else "a number"
-        return f"{what} from {limits['low']} to {limits['high']}"
+        words = "".join(f", or {word}" for word in limits["words"])
+        return f"{what} from {limits['low']} to {limits['high']}{words}"
     if kind == "bool":
         return "true or false"
     if kind.startswith("Path"):

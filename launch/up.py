@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from pdmesh.launch.ports import claim_port
+from pdmesh.launch.checks import check_together
+from pdmesh.launch.ports import claim_port, claim_ports
 from pdmesh.launch.processes import command, environment
 from pdmesh.launch.runtime import claim
 from pdmesh.launch.supervisor import Plan, Supervisor, say
@@ -28,23 +29,39 @@ def up(arguments: argparse.Namespace) -> int:
         check_model(topology.model_path)
     with topology.blamed("mesh", "host"):
         check_host(topology.mesh.host)
+    check_together(topology)
     name, default = topology.mesh.name, Topology().mesh.name
     explicit = name != default or arguments.name is not None
-    with claim(name, explicit) as (taken, run_dir), _port(topology) as port:
+    with claim(name, explicit) as (taken, run_dir), _ports(topology) as (port, metrics):
         run_dir.prepare()
         topology = replace(topology, mesh=replace(topology.mesh, name=taken))
         say(f"pdmesh: starting mesh {taken} on port {port}; logs in {run_dir.logs}")
         ask = arguments.chat or arguments.prompt is not None
-        session = _Session(Supervisor(Plan(topology, port, run_dir)), ask, arguments.prompt)
+        session = _Session(
+            Supervisor(Plan(topology, port, run_dir, metrics)), ask, arguments.prompt
+        )
         return asyncio.run(session.run())
 
 
 @contextlib.contextmanager
-def _port(topology: Topology) -> Iterator[int]:
+def _ports(topology: Topology) -> Iterator[tuple[int, dict[str, int]]]:
+    """The public port, and those of the workers' metrics by worker name."""
+    host = topology.mesh.host
     with contextlib.ExitStack() as claimed:
         with topology.blamed("mesh", "port"):
-            port = claimed.enter_context(claim_port(topology.mesh.host, topology.mesh.port))
-        yield port
+            port = claimed.enter_context(claim_port(host, topology.mesh.port))
+        taken = {port, topology.router.metrics_port}
+        metrics: dict[str, int] = {}
+        for role, section in (("prefill", topology.prefill), ("decode", topology.decode)):
+            if not section.metrics_port:
+                continue
+            with topology.blamed(role, "metrics_port"):
+                ports = claimed.enter_context(
+                    claim_ports(host, section.metrics_port, section.workers, taken)
+                )
+            metrics |= {f"{role}-{index}": ports[index] for index in range(section.workers)}
+            taken.update(ports)
+        yield port, metrics
 
 
 def _settings(arguments: argparse.Namespace) -> Topology:
@@ -56,7 +73,10 @@ def _settings(arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("mesh", "--host", host=a.host)
     topology = topology.changed("model", "--model", path=a.model)
     topology = topology.changed("model", "--no-mtp", mtp=False if a.no_mtp else None)
+    topology = topology.changed("model", "--arithmetic", arithmetic=a.arithmetic)
+    topology = topology.changed("model", "--page-size", page_size=a.page_size)
     topology = topology.changed("prefill", "--prefill", workers=a.prefill)
+    topology = topology.changed("decode", "--draft-tokens", draft_tokens=a.draft_tokens)
     return topology.changed("decode", "--decode", workers=a.decode)
 
 

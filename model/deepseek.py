@@ -106,7 +106,7 @@ class DeepseekV3(nn.Module):
         Args:
             batch: the rows.
             latents: the pool [num_pages, num_latent_layers, page_size, width], the model's dtype.
-            form: 'mha' (prefill) or 'absorbed' (decode).
+            form: 'mha' or 'absorbed', for the slices that name no form of their own.
             on_layer: called with i once layer i's latents of this batch are in the pages.
 
         Returns:

@@ -16,7 +16,9 @@ from pdmesh.kernels.latent_attention import absorbed_attention, mha_attention
 from pdmesh.kernels.linear import linear
 from pdmesh.kernels.norm import rms_norm
 from pdmesh.kernels.page_copy import append_latents
+from pdmesh.kernels.page_walk import PageWalk
 from pdmesh.kernels.rope import apply_rope
+from pdmesh.model.batch import AttentionPart
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.context import StepContext
 from pdmesh.model.rope import softmax_scale
@@ -65,25 +67,34 @@ class Mla(nn.Module):
         append_latents(
             step.latents, self.layer, step.write_slots, latent.index_select(0, step.write_rows)
         )
-        query_rope = rotated[:, :-1].float()
-        if step.form == "mha":
-            attended = self._mha(query[..., : self.nope], query_rope, step)
-        else:
-            attended = self._absorbed(query[..., : self.nope], query_rope, step)
+        both = (query[..., : self.nope], rotated[:, :-1].float())
+        pieces = [self._attend(*both, part, step.latents) for part in step.parts]
+        attended = pieces[0] if step.merge is None else torch.cat(pieces)[step.merge]
         return linear(attended, self.o_proj.weight, self.o_proj.bias)
 
-    def _mha(self, query: Tensor, query_rope: Tensor, step: StepContext) -> Tensor:
+    def _attend(
+        self, query: Tensor, query_rope: Tensor, part: AttentionPart, latents: Tensor
+    ) -> Tensor:
+        """query [n, heads, nope], query_rope [n, heads, rope]: the part's rows [m, heads * v]."""
+        if part.rows is not None:
+            query, query_rope = query[part.rows], query_rope[part.rows]
+        attend = self._mha if part.form == "mha" else self._absorbed
+        return attend(query, query_rope, part.walk, latents)
+
+    def _mha(self, query: Tensor, query_rope: Tensor, walk: PageWalk, latents: Tensor) -> Tensor:
         """query [n, heads, nope], query_rope [n, heads, rope]: [n, heads * v]."""
         full = torch.cat([query.float(), query_rope], dim=-1).mul_(self.scale)
         up = (self.k_b_proj, self.v_b_proj)
-        values = mha_attention(full, step.latents, self.layer, step.walk, up)
+        values = mha_attention(full, latents, self.layer, walk, up)
         return values.flatten(1).to(query.dtype)
 
-    def _absorbed(self, query: Tensor, query_rope: Tensor, step: StepContext) -> Tensor:
+    def _absorbed(
+        self, query: Tensor, query_rope: Tensor, walk: PageWalk, latents: Tensor
+    ) -> Tensor:
         """query [n, heads, nope], query_rope [n, heads, rope]: [n, heads * v]."""
         absorbed = torch.bmm(query.transpose(0, 1), self.k_b_proj).transpose(0, 1)
         full = torch.cat([absorbed.float(), query_rope], dim=-1).mul_(self.scale)
-        values = absorbed_attention(full, step.latents, self.layer, step.walk, self.rank)
+        values = absorbed_attention(full, latents, self.layer, walk, self.rank)
         values = values.to(query.dtype).transpose(0, 1)
         return torch.bmm(values, self.v_b_proj.transpose(1, 2)).transpose(0, 1).flatten(1)
 

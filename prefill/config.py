@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdmesh.wire.hashes import Arithmetic
+from pdmesh.wire.ids import PAGE_SIZE
+
 
 @dataclass(frozen=True)
 class PrefillConfig:
     """Everything a prefill worker is told when it starts.
 
-    ``pages`` is the size of its latent pool in pages; ``chunk_tokens`` the tokens of one step, a
-    multiple of the page size; ``port`` 0 lets the system choose.
+    ``pages`` is the size of its latent pool in pages of ``page_size`` tokens; ``chunk_tokens`` the
+    tokens of one step, at least a page; ``max_queue`` how many prompts may wait; ``port`` 0 lets
+    the system choose; ``metrics_port`` 0 means no Prometheus endpoint.
     """
 
     worker_id: str
@@ -25,9 +29,12 @@ class PrefillConfig:
     transfer_host: str = "127.0.0.1"
     dtype: str = "float32"
     device: str = "cpu"
+    arithmetic: Arithmetic = "fast"
+    page_size: int = PAGE_SIZE
     mtp: bool = True
     pages: int = 256
     threads: int = 1
     lease_ttl_s: float = 5.0
     chunk_tokens: int = 512
     max_queue: int = 1024
+    metrics_port: int = 0

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from pdmesh.kvcache.store import LatentStore
-from pdmesh.model.batch import Batch, SequenceSlice
+from pdmesh.model.batch import Batch, Form, SequenceSlice
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.form import prefill_form
 from pdmesh.model.sampler import Choice, sample
+from pdmesh.wire.hashes import Arithmetic
 from pdmesh.wire.messages import TokenLogprobs
-from pdmesh.wire.sampling import SamplingParams
 
 
 @dataclass
@@ -21,7 +22,9 @@ class PromptRows:
     """One chunk of one prompt, as the model sees it.
 
     ``carry`` is the hidden state [hidden] of position ``start - 1`` where an earlier chunk of this
-    prompt computed it; ``push(layer)`` is called when a layer's latents are in the pages.
+    prompt computed it; ``cached_tokens`` were there before the first chunk; ``push(layer)`` is
+    called when a layer's latents are in the pages, ``choices()`` when the last position's logits
+    are there: how the first token of each answer is chosen.
     """
 
     tokens: Sequence[int]
@@ -29,30 +32,52 @@ class PromptRows:
     start: int
     end: int
     write_from: int
-    sampling: SamplingParams
-    output_position: int
+    cached_tokens: int
     last: bool
+    choices: Callable[[], Sequence[Choice]]
     push: Callable[[int], None]
     carry: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """The hidden state [hidden] of the chunk's last position; the first token if it was the end."""
+    """The hidden state [hidden] of the chunk's last position; first tokens if it was the end.
+
+    ``logprobs`` has one entry for each token where they were asked for, and else none.
+    """
 
     carry: Tensor
-    token_id: int | None
-    logprobs: TokenLogprobs | None
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class PrefillRunner:
-    """Runs chunks of several prompts as one batch in the MHA form."""
+    """Runs chunks of several prompts as one batch, each prompt in its own form of attention.
 
-    def __init__(self, model: DeepseekV3, store: LatentStore, page_size: int, mtp: bool) -> None:
+    In "exact" arithmetic every prompt is computed in absorbed form; in "fast" in the form that
+    takes fewer operations for it. The form depends on the whole prompt and on what was cached when
+    it started, so all its chunks have the same.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekV3,
+        store: LatentStore,
+        page_size: int,
+        mtp: bool,
+        arithmetic: Arithmetic = "fast",
+    ) -> None:
         self._model = model
         self._store = store
         self._page_size = page_size
         self._mtp = mtp
+        self._arithmetic = arithmetic
+
+    def form(self, cached_tokens: int, num_tokens: int) -> Form:
+        """The form of a prompt of which ``cached_tokens`` were cached when it started."""
+        if self._arithmetic == "exact":
+            return "absorbed"
+        return prefill_form(self._model.config, cached_tokens, num_tokens)
 
     @torch.inference_mode()
     def step(self, prompts: Sequence[PromptRows]) -> list[ChunkResult]:
@@ -73,7 +98,13 @@ class PrefillRunner:
     def _batch(self, prompts: Sequence[PromptRows], starts: Sequence[int]) -> Batch:
         pairs = list(zip(prompts, starts, strict=True))
         slices = [
-            SequenceSlice(p.page_table, start, p.end, max(start, p.write_from))
+            SequenceSlice(
+                p.page_table,
+                start,
+                p.end,
+                max(start, p.write_from),
+                form=self.form(p.cached_tokens, len(p.tokens)),
+            )
             for p, start in pairs
         ]
         tokens = [p.tokens[start : p.end] for p, start in pairs]
@@ -106,16 +137,20 @@ class PrefillRunner:
 
     def _results(self, prompts: Sequence[PromptRows], last_rows: Tensor) -> list[ChunkResult]:
         finished = [i for i, prompt in enumerate(prompts) if prompt.last]
-        first: dict[int, tuple[int, TokenLogprobs | None]] = {}
-        if finished:
-            logits = self._model.logits(last_rows[finished])
-            choices = [Choice(prompts[i].sampling, prompts[i].output_position) for i in finished]
-            ids, logprobs = sample(logits, choices)
-            first = dict(zip(finished, zip(ids, logprobs, strict=True), strict=True))
-        return [
-            ChunkResult(last_rows[i].clone(), *first.get(i, (None, None)))
-            for i in range(len(prompts))
-        ]
+        results = [ChunkResult(row.clone()) for row in last_rows]
+        if not finished:
+            return results
+        choices = [prompts[i].choices() for i in finished]
+        answers = [row for row, several in enumerate(choices) for _ in several]
+        logits = self._model.logits(last_rows[finished])[answers]
+        ids, logprobs = sample(logits, [choice for several in choices for choice in several])
+        first = 0
+        for i, several in zip(finished, choices, strict=True):
+            end = first + len(several)
+            asked = tuple(entry for entry in logprobs[first:end] if entry is not None)
+            results[i] = ChunkResult(results[i].carry, tuple(ids[first:end]), asked)
+            first = end
+        return results
 
 
 def _ends(lengths: Sequence[int]) -> list[int]:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import msgspec
 import torch
 
 from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
+from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.grammar import Grammars
 from pdmesh.model.page_format import page_format
+from pdmesh.model.rows_check import check_rows
 from pdmesh.model.weights import fingerprint, load_model
 from pdmesh.prefill.config import PrefillConfig
+from pdmesh.prefill.metrics import PrefillMetrics
 from pdmesh.prefill.runner import PrefillRunner
 from pdmesh.prefill.scheduler import PrefillScheduler
 from pdmesh.prefill.work import PrefillLimits
 from pdmesh.prefill.worker import PrefillWorker
-from pdmesh.registry.host import DRAIN_S, Binding, host_worker
+from pdmesh.registry.host import DRAIN_S, Binding, Life, host_worker
 from pdmesh.registry.loading import LoadingLog
+from pdmesh.registry.metrics import metrics_endpoint, on_loop
 from pdmesh.registry.publisher import WorkerLease
+from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
-from pdmesh.wire.messages import Empty, PrefillRequest, WorkerRecord, WorkerStatus
+from pdmesh.wire.messages import Empty, FirstToken, PrefillRequest, WorkerRecord, WorkerStatus
 from pdmesh.wire.rpc import Method
 from pdmesh.wire.secret import read_secret
 
@@ -26,25 +35,13 @@ async def serve_prefill(config: PrefillConfig) -> None:
     """Runs one prefill worker until SIGTERM.
 
     Raises:
-        ConfigError: checkpoint, secret or port cannot be used.
+        ConfigError: checkpoint, secret or a port cannot be used.
     """
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
-    dtype = getattr(torch, config.dtype)
-    loading = LoadingLog(config.worker_id, config.model_path)
-    model = load_model(
-        config.model_path,
-        dtype,
-        torch.device(config.device),
-        mtp=config.mtp,
-        progress=loading.progress,
-    )
-    fmt = page_format(
-        model.config, config.model_name, fingerprint(config.model_path), config.dtype, config.mtp
-    )
-    loading.loaded()
+    model, fmt = _load(config)
     store = LatentStore(
-        config.pages, fmt.num_layers, fmt.page_size, fmt.latent_width, dtype, config.device
+        config.pages, fmt.num_layers, fmt.page_size, fmt.latent_width, model.dtype, config.device
     )
     leases: list[WorkerLease] = []
     kv = KvManager(
@@ -53,17 +50,42 @@ async def serve_prefill(config: PrefillConfig) -> None:
         on_publish=lambda hashes: leases[0].publish(hashes),
         on_evict=lambda hashes: leases[0].evict(hashes),
     )
+    vocab_size = model.config.vocab_size
+    with_grammars = (config.model_path / "tokenizer.json").is_file()
     limits = PrefillLimits(
-        fmt, model.config.vocab_size, model.config.max_position_embeddings, secret
+        fmt,
+        vocab_size,
+        model.config.max_position_embeddings,
+        secret,
+        Grammars(config.model_path, vocab_size) if with_grammars else None,
     )
     worker = PrefillWorker(
-        PrefillRunner(model, store, fmt.page_size, fmt.mtp_layers > 0),
+        PrefillRunner(model, store, fmt.page_size, fmt.mtp_layers > 0, fmt.arithmetic),
         kv,
         store,
         PrefillScheduler(config.chunk_tokens, fmt.page_size, config.max_queue),
         limits,
     )
-    instance = new_instance()
+    instance, life = new_instance(), Life()
+
+    def facts() -> WorkerStatus:
+        return WorkerStatus(
+            worker_id=config.worker_id,
+            instance=instance,
+            role="prefill",
+            state=life.state,
+            page_format=fmt,
+            pool=kv.status(),
+            queued=worker.queued,
+            running=worker.running,
+            leases=worker.finishing,
+            tokens_computed=worker.tokens_computed,
+            cancelled=worker.cancelled,
+            step_ms=worker.step_ms,
+        )
+
+    metrics = PrefillMetrics(fmt, config.worker_id, on_loop(asyncio.get_running_loop(), facts))
+    worker.observe = metrics.observe
 
     def lease(address: str) -> tuple[WorkerRecord, WorkerLease]:
         record = WorkerRecord(
@@ -73,9 +95,10 @@ async def serve_prefill(config: PrefillConfig) -> None:
             address=address,
             page_format=fmt,
             model=config.model_name,
-            vocab_size=model.config.vocab_size,
+            vocab_size=vocab_size,
             max_context=model.config.max_position_embeddings,
             capacity_pages=config.pages,
+            metrics_port=config.metrics_port,
         )
         leases.append(
             WorkerLease(
@@ -88,29 +111,45 @@ async def serve_prefill(config: PrefillConfig) -> None:
         )
         return record, leases[0]
 
-    async def status(_: Empty) -> WorkerStatus:
-        return WorkerStatus(
-            worker_id=config.worker_id,
-            instance=instance,
-            role="prefill",
-            state="ready",
-            page_format=fmt,
-            pool=kv.status(),
-            queued=worker.queued,
-            running=worker.running,
-            leases=worker.finishing,
-            tokens_computed=worker.tokens_computed,
-            cancelled=worker.cancelled,
-            step_ms=worker.step_ms,
-            problems=tuple(worker.check_integrity()),
-        )
+    async def prefill(request: PrefillRequest) -> FirstToken:
+        first = await worker.prefill(request)
+        metrics.computed(first)
+        return first
 
-    methods = [
-        Method("Prefill", PrefillRequest, unary=worker.prefill),
-        Method("Status", Empty, unary=status),
-    ]
+    async def status(_: Empty) -> WorkerStatus:
+        return msgspec.structs.replace(facts(), problems=tuple(worker.check_integrity()))
 
     async def finish() -> None:
         await worker.close(grace=DRAIN_S)
 
-    await host_worker(Binding(config.host, config.port), methods, worker.run, lease, finish)
+    methods = [
+        Method("Prefill", PrefillRequest, unary=prefill),
+        Method("Status", Empty, unary=status),
+    ]
+    binding = Binding(config.host, config.port)
+    async with metrics_endpoint(metrics.registry, config.host, config.metrics_port):
+        await host_worker(binding, methods, worker.run, lease, finish, life)
+
+
+def _load(config: PrefillConfig) -> tuple[DeepseekV3, PageFormat]:
+    """The model, and the format of its pages."""
+    loading = LoadingLog(config.worker_id, config.model_path)
+    model = load_model(
+        config.model_path,
+        getattr(torch, config.dtype),
+        torch.device(config.device),
+        mtp=config.mtp,
+        progress=loading.progress,
+    )
+    fmt = page_format(
+        model.config,
+        config.model_name,
+        fingerprint(config.model_path),
+        config.dtype,
+        config.mtp,
+        config.page_size,
+        config.arithmetic,
+    )
+    loading.loaded()
+    check_rows(model)
+    return model, fmt

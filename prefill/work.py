@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pdmesh.kvcache.manager import Reservation
+from pdmesh.kvcache.reservation import Reservation
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.sender import Transfer
+from pdmesh.model.grammar import Grammar, Grammars
+from pdmesh.model.sampler import Choice, SamplingState
 from pdmesh.prefill.runner import ChunkResult, PromptRows
 from pdmesh.prefill.scheduler import Chunk, PrefillJob
 from pdmesh.wire.errors import Incompatible, InvalidRequest, PdmeshError
@@ -20,12 +22,13 @@ from pdmesh.wire.sampling import check_token_ids
 
 @dataclass(frozen=True)
 class PrefillLimits:
-    """What the worker checks a request against."""
+    """What the worker checks a request against; without ``grammars`` none is served."""
 
     page_format: PageFormat
     vocab_size: int
     max_context: int
     secret: bytes
+    grammars: Grammars | None = None
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages of a prompt, the last partial one included."""
@@ -52,8 +55,10 @@ class PrefillLimits:
             )
         check_token_ids(request.token_ids, self.vocab_size, "token_ids")
         request.sampling.validate(self.vocab_size)
-        if request.output_offset < 0:
-            raise InvalidRequest(f"output_offset is {request.output_offset}; it counts from 0")
+        check_token_ids(request.eos_token_ids, self.vocab_size, "eos_token_ids")
+        if request.sampling.grammar and self.grammars is None:
+            raise InvalidRequest("this prefill worker serves no grammars")
+        _check_answers(request)
         lease = request.lease
         if difference := self.page_format.difference(lease.page_format):
             raise Incompatible(f"prefill and decode worker do not fit together: {difference}")
@@ -64,17 +69,58 @@ class PrefillLimits:
                 f"the prompt has {pages}"
             )
 
-    def hashes(self, request: PrefillRequest) -> list[bytes]:
+    def grammar(self, request: PrefillRequest) -> Grammar | None:
+        """The request's grammar, compiled. Takes a while: not for an event loop.
+
+        Raises:
+            InvalidRequest: it is no grammar.
+        """
+        if not request.sampling.grammar or self.grammars is None:
+            return None
+        return self.grammars.compile(request.sampling.grammar)
+
+    def job(self, job_id: str, request: PrefillRequest, arrived: float) -> PrefillJob:
+        """The request for the scheduler; it was received at ``arrived``, seconds."""
+        return PrefillJob(
+            job_id,
+            len(request.token_ids),
+            priority=request.priority,
+            arrived=arrived - request.waited_ms / 1e3,
+            deadline=arrived + request.deadline_ms / 1e3,
+            hashes=self._hashes(request),
+        )
+
+    def _hashes(self, request: PrefillRequest) -> list[bytes]:
         """Hashes of the prompt's full pages."""
         root = root_hash(self.secret, self.page_format.fingerprint(), request.tenant)
         return page_hashes(self.secret, root, request.token_ids, self.page_format.page_size)
+
+
+def _check_answers(request: PrefillRequest) -> None:
+    if not 0 <= request.output_offset < len(request.token_ids):
+        raise InvalidRequest(
+            f"output_offset is {request.output_offset}; it counts from 0 and leaves a prompt"
+            f" of the {len(request.token_ids)} tokens"
+        )
+    if request.sample_index < 0:
+        raise InvalidRequest(f"sample_index is {request.sample_index}; it counts from 0")
+    if request.waited_ms < 0:
+        raise InvalidRequest(f"waited_ms is {request.waited_ms}; it counts from 0")
+    answers = 1 + len(request.lease.forks)
+    if request.n != answers:
+        raise InvalidRequest(f"n is {request.n}; the lease is for {answers} answers")
+    if request.n > 1 and request.output_offset:
+        raise InvalidRequest(
+            f"n is {request.n}; a prompt with tokens of an answer can have this answer only"
+        )
 
 
 @dataclass(eq=False)
 class Work:
     """A job and what hangs on it.
 
-    ``pushed`` counts, for each layer, the prompt's leading pages that need no push any more.
+    Times are monotonic, in seconds. ``pushed`` counts, for each layer, the prompt's leading pages
+    that need no push any more; ``begun`` tells whether a chunk of it has been computed.
     """
 
     job: PrefillJob
@@ -84,14 +130,14 @@ class Work:
     transfer: Transfer
     first: asyncio.Future[FirstToken]
     arrived: float
-    hashes: list[bytes] = field(init=False)
+    grammar: Grammar | None = None
     pushed: list[int] = field(init=False)
     started: float = 0.0
+    begun: bool = False
     reservation: Reservation | None = None
     carry: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.hashes = self.limits.hashes(self.request)
         self.pushed = [self.request.lease.cached_pages] * self.limits.page_format.num_layers
         self.first.add_done_callback(_retrieve)
 
@@ -100,6 +146,11 @@ class Work:
         """The reservation of a job that has started."""
         assert self.reservation is not None
         return self.reservation
+
+    @property
+    def cached_tokens(self) -> int:
+        """Positions that the prefix cache spared a job that has started."""
+        return min(self.job.write_from, self.job.num_tokens - 1)
 
     def refuse(self, error: PdmeshError) -> None:
         """Ends the job with an error, between steps; the caller is told if it still waits."""
@@ -117,48 +168,62 @@ class Work:
             start=chunk.start,
             end=end,
             write_from=chunk.write_from,
-            sampling=self.request.sampling,
-            output_position=self.request.output_offset,
+            cached_tokens=self.job.write_from,
             last=chunk.last,
+            choices=self._choices,
             push=lambda layer: self._push(page_table, layer, end),
             carry=self.carry,
         )
 
+    def _choices(self) -> list[Choice]:
+        """How the first token of each answer is chosen. On the compute thread."""
+        request = self.request
+        split = len(request.token_ids) - request.output_offset
+        return [
+            SamplingState(
+                request.sampling,
+                request.token_ids[:split],
+                eos=request.eos_token_ids,
+                index=request.sample_index + answer,
+                grammar=self.grammar,
+                output=request.token_ids[split:],
+            ).choice()
+            for answer in range(request.n)
+        ]
+
     def _push(self, page_table: tuple[int, ...], layer: int, end: int) -> None:
         """Pushes the pages of ``layer`` that are complete below position ``end``.
 
-        Pages that the prefill worker had cached and decode lacks go out with the first chunk. On
-        the compute thread.
+        Pages that the prefill worker had cached and decode lacks go out with the first chunk. A
+        chunk that is computed again pushes what its first attempt did not. On the compute thread.
         """
         size = self.limits.page_format.page_size
         complete = end // size if end < self.job.num_tokens else self.request.lease.num_pages
         for index in range(self.pushed[layer], complete):
             self.transfer.push(index, layer, self.store.read(page_table[index], layer))
-        self.pushed[layer] = max(self.pushed[layer], complete)
+            self.pushed[layer] = index + 1
 
     def publish(self, end: int) -> None:
         """Shares the full pages below position ``end``: all their layers are written."""
         first = self.pages.matched
         full = end // self.limits.page_format.page_size
-        self.pages.publish(first, self.hashes[first:full])
+        self.pages.publish(first, self.job.hashes[first:full])
 
     def answer(self, result: ChunkResult, now: float) -> FirstToken:
         """What the caller gets once the last chunk is computed; ``now`` is monotonic, seconds."""
-        assert result.token_id is not None
         lease, tokens = self.request.lease, self.job.num_tokens
-        cached = min(self.job.write_from, tokens - 1)
         return FirstToken(
-            token_ids=(result.token_id,),
-            logprobs=() if result.logprobs is None else (result.logprobs,),
-            cached_tokens=cached,
-            computed_tokens=tokens - cached,
+            token_ids=result.token_ids,
+            logprobs=result.logprobs,
+            cached_tokens=self.cached_tokens,
+            computed_tokens=tokens - self.cached_tokens,
             pushed_pages=lease.num_pages - lease.cached_pages,
             queue_ms=(self.started - self.arrived) * 1e3,
             compute_ms=(now - self.started) * 1e3,
         )
 
-    def fin(self, token: int) -> Fin:
-        """What decode needs besides the pages."""
+    def fin(self, tokens: tuple[int, ...]) -> Fin:
+        """What decode needs besides the pages: the first token of each answer, and for MTP."""
         lease, page_format = self.request.lease, self.limits.page_format
         with_hidden = page_format.mtp_layers > 0 and self.carry is not None
         return Fin(
@@ -166,7 +231,7 @@ class Work:
             generation=lease.generation,
             request_id=self.request.request_id,
             num_writes=(lease.num_pages - lease.cached_pages) * page_format.num_layers,
-            first_tokens=(token,),
+            first_tokens=tokens,
             last_hidden=_raw(self.carry) if with_hidden else b"",
         )
 

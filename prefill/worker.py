@@ -3,6 +3,9 @@
 All state is touched on the event loop only; the compute thread sees a batch and returns results.
 Pages are freed between steps, and not before every push of them has been acknowledged or given up.
 
+A step that fails is done again, each of its prompts alone, so that only a prompt that fails alone
+ends with an error.
+
 A push never waits: what is queued for a slow receiver is a view of pages that stay pinned. So a
 slow receiver holds pages here, for as long as its request's deadline allows, but no step.
 """
@@ -11,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
@@ -22,15 +26,25 @@ from pdmesh.kvtransfer.loopback import LoopbackDialer
 from pdmesh.kvtransfer.sender import Transfer, TransferSender
 from pdmesh.kvtransfer.tcp import TcpDialer
 from pdmesh.kvtransfer.tcp_link import MAX_QUEUED_BYTES
+from pdmesh.model.grammar import Grammar
+from pdmesh.prefill.facts import PrefillStepFacts
 from pdmesh.prefill.runner import ChunkResult, PrefillRunner
 from pdmesh.prefill.scheduler import Chunk, PrefillJob, PrefillScheduler, first_position
+from pdmesh.prefill.steps import Steps, step_facts
 from pdmesh.prefill.work import PrefillLimits, Work
-from pdmesh.wire.errors import InternalError, Overloaded, PdmeshError, TransferFailed
+from pdmesh.wire.errors import (
+    DeadlineExceeded,
+    InternalError,
+    Overloaded,
+    PdmeshError,
+    TransferFailed,
+)
 from pdmesh.wire.logs import event
 from pdmesh.wire.messages import FirstToken, PrefillRequest
 
 log = logging.getLogger(__name__)
 
+_COMPILING_THREADS = 2
 _OPENING_THREADS = 32
 _ENDING_THREADS = 256
 """Threads start as they are needed; each waits for one receiver's acknowledgement."""
@@ -39,7 +53,10 @@ _ACKNOWLEDGED_S = 60.0
 
 
 class PrefillWorker:
-    """Owns the queue, the pages and the transfers of one prefill worker."""
+    """Owns the queue, the pages and the transfers of one prefill worker.
+
+    ``observe`` is told of every step, on the event loop; ``clock`` gives monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -48,16 +65,21 @@ class PrefillWorker:
         store: LatentStore,
         scheduler: PrefillScheduler,
         limits: PrefillLimits,
+        *,
+        observe: Callable[[PrefillStepFacts], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._runner = runner
         self._kv = kv
         self._store = store
         self._scheduler = scheduler
         self._limits = limits
+        self.observe = observe
+        self._clock = clock
         self._work: dict[str, Work] = {}
         self._numbers = count()
         self._wake = asyncio.Event()
-        self._compute = ThreadPoolExecutor(1, "prefill-compute")
+        self._steps = Steps(runner)
+        self._compilers = ThreadPoolExecutor(_COMPILING_THREADS, "prefill-grammar")
         self._openers = ThreadPoolExecutor(_OPENING_THREADS, "prefill-open")
         self._enders = ThreadPoolExecutor(_ENDING_THREADS, "prefill-end")
         # From another device pages are copied to be pushed: only then a full queue has to wait.
@@ -98,11 +120,15 @@ class PrefillWorker:
             InvalidRequest, Incompatible: see ``PrefillLimits.check``.
             LeaseGone: the lease has a writer already, or was given up.
             Overloaded: the queue is full.
+            DeadlineExceeded: the request's deadline came before the first token.
             TransferFailed: decode cannot be reached, or refuses the pages.
-            InternalError: the step failed.
+            InternalError: the prompt cannot be computed.
         """
+        arrived = self._clock()
         self._limits.check(request, self._kv.num_pages)
-        work = self._add(request, await self._open(request))
+        grammar = await self._compiled(request)
+        transfer = await self._open(request)
+        work = self._add(request, transfer, arrived, grammar)
         try:
             return await asyncio.shield(work.first)
         except asyncio.CancelledError:
@@ -124,11 +150,25 @@ class PrefillWorker:
             opening.add_done_callback(_abort_late)
             raise
 
-    def _add(self, request: PrefillRequest, transfer: Transfer) -> Work:
-        job = PrefillJob(f"{request.request_id}#{next(self._numbers)}", len(request.token_ids))
+    async def _compiled(self, request: PrefillRequest) -> Grammar | None:
+        if not request.sampling.grammar:
+            return None
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._compilers, self._limits.grammar, request)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    def _add(
+        self, request: PrefillRequest, transfer: Transfer, arrived: float, grammar: Grammar | None
+    ) -> Work:
+        number = next(self._numbers)
+        job = self._limits.job(f"{request.request_id}#{number}", request, arrived)
         first: asyncio.Future[FirstToken] = asyncio.get_running_loop().create_future()
-        work = Work(job, request, self._limits, self._store, transfer, first, time.monotonic())
+        work = Work(job, request, self._limits, self._store, transfer, first, arrived, grammar)
         self._work[job.job_id] = work
+        job.next_position = self._first_position(job, self._kv.match(job.hashes))
         try:
             self._scheduler.add(job)
         except Overloaded as error:
@@ -136,6 +176,11 @@ class PrefillWorker:
             raise
         self._wake.set()
         return work
+
+    def _first_position(self, job: PrefillJob, cached_pages: int) -> int:
+        page_format = self._limits.page_format
+        cached = cached_pages * page_format.page_size
+        return first_position(job.num_tokens, cached, page_format.mtp_layers > 0)
 
     # ---- the loop -------------------------------------------------------------------------
 
@@ -148,16 +193,29 @@ class PrefillWorker:
         while True:
             if self._fault is not None:
                 raise self._fault
-            self._sweep()
-            chunks = self._scheduler.next_batch(self._start)
+            now = self._clock()
+            self._sweep(now)
+            chunks = self._scheduler.next_batch(now, self._start, self._cached_pages)
             if chunks:
                 await self._step(chunks)
             else:
-                await self._wake.wait()
-                self._wake.clear()
+                await self._until_woken(self._scheduler.next_deadline() - now)
 
-    def _sweep(self) -> None:
-        """Between steps: drops prompts whose caller has left or whose receiver wants no pages."""
+    async def _until_woken(self, seconds: float) -> None:
+        """Waits for something to do, or for the earliest deadline."""
+        loop = asyncio.get_running_loop()
+        alarm = loop.call_later(seconds, self._wake.set) if math.isfinite(seconds) else None
+        try:
+            await self._wake.wait()
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+        self._wake.clear()
+
+    def _sweep(self, now: float) -> None:
+        """Between steps: drops prompts whose caller has left, whose receiver wants no pages, or
+        whose time is over.
+        """
         for work in self._work.values():
             failure = work.transfer.failure
             if failure is not None and not (work.job.cancelled or work.first.done()):
@@ -165,33 +223,34 @@ class PrefillWorker:
         for job in self._scheduler.take_cancelled():
             work = self._work[job.job_id]
             self._give_up(work, work.transfer.failure or "refused")
+        for job in self._scheduler.take_expired(now):
+            work = self._work[job.job_id]
+            where = "while it was computed" if job.started else "before it could be computed"
+            work.refuse(DeadlineExceeded(f"the prompt's deadline came {where}"))
+            self._give_up(work, "deadline")
 
     async def _step(self, chunks: list[Chunk]) -> None:
-        works = [self._work[chunk.job.job_id] for chunk in chunks]
-        rows = [work.rows(chunk) for work, chunk in zip(works, chunks, strict=True)]
-        began = time.monotonic()
-        loop = asyncio.get_running_loop()
-        try:
-            results = await loop.run_in_executor(self._compute, self._runner.step, rows)
-        except Exception as error:
-            requests = ",".join(work.request.request_id for work in works)
-            log.exception("prefill step failed", extra={"fields": {"requests": requests}})
-            for work, chunk in zip(works, chunks, strict=True):
-                self._scheduler.drop(chunk.job)
-                work.refuse(InternalError(f"prefill step failed: {error}"))
-                self._give_up(work, f"step failed: {error}")
-            return
-        duration = (time.monotonic() - began) * 1e3
-        self.step_ms = 0.9 * self.step_ms + 0.1 * duration if self.step_ms else duration
-        for work, chunk, result in zip(works, chunks, results, strict=True):
-            self._apply(work, chunk, result)
+        batch = [(self._work[chunk.job.job_id], chunk) for chunk in chunks]
+        began = self._clock()
+        outcomes = await self._steps.run(batch)
+        duration = self._clock() - began
+        self.step_ms = 0.9 * self.step_ms + 0.1e3 * duration if self.step_ms else 1e3 * duration
+        if self.observe is not None:
+            self.observe(step_facts(duration, batch, outcomes))
+        for (work, chunk), outcome in zip(batch, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                self._scheduler.drop(work.job)
+                work.refuse(InternalError(f"prefill step failed: {outcome}"))
+                self._give_up(work, f"step failed: {outcome}")
+            else:
+                self._apply(work, chunk, outcome)
 
     def _start(self, job: PrefillJob) -> bool:
         """Reserves a job's pages; False if there is no room until others finish."""
         work = self._work[job.job_id]
         pages = self._limits.num_pages(job.num_tokens)
         try:
-            reservation = self._kv.reserve(work.hashes, pages, pages)
+            reservation = self._kv.reserve(job.hashes, pages, pages)
         except PdmeshError as error:
             work.refuse(error)
             self._wake.set()
@@ -200,21 +259,23 @@ class PrefillWorker:
             return False
         reservation.grow(pages - reservation.matched)
         work.reservation = reservation
-        work.started = time.monotonic()
+        work.started = self._clock()
         job.write_from = reservation.matched * self._limits.page_format.page_size
-        mtp = self._limits.page_format.mtp_layers > 0
-        job.next_position = first_position(job.num_tokens, job.write_from, mtp)
+        job.next_position = self._first_position(job, reservation.matched)
         return True
+
+    def _cached_pages(self, job: PrefillJob) -> int:
+        return self._kv.match(job.hashes)
 
     def _apply(self, work: Work, chunk: Chunk, result: ChunkResult) -> None:
         self._scheduler.advance(chunk)
         self.tokens_computed += chunk.end - chunk.start
         work.publish(chunk.end)
         work.carry = result.carry
+        work.begun = True
         if not chunk.last:
             return
-        assert result.token_id is not None
-        first = work.answer(result, time.monotonic())
+        first = work.answer(result, self._clock())
         event(
             log,
             "prefilled",
@@ -226,17 +287,18 @@ class PrefillWorker:
         )
         if not work.first.done():
             work.first.set_result(first)
-        self._spawn(self._finish(work, result.token_id))
+        self._spawn(self._finish(work, result.token_ids))
 
     # ---- endings --------------------------------------------------------------------------
 
-    async def _finish(self, work: Work, token: int) -> None:
+    async def _finish(self, work: Work, tokens: tuple[int, ...]) -> None:
         """Sends FIN and frees the pages once no push of them is under way."""
         loop = asyncio.get_running_loop()
-        left = work.request.deadline_ms / 1e3 - (time.monotonic() - work.arrived)
-        timeout = min(_ACKNOWLEDGED_S, max(1.0, left))
+        timeout = min(_ACKNOWLEDGED_S, max(1.0, work.job.deadline - self._clock()))
         try:
-            await loop.run_in_executor(self._enders, work.transfer.finish, work.fin(token), timeout)
+            await loop.run_in_executor(
+                self._enders, work.transfer.finish, work.fin(tokens), timeout
+            )
         except TransferFailed as error:
             event(log, "push failed", request=work.request.request_id, reason=error.message)
         finally:
@@ -284,7 +346,8 @@ class PrefillWorker:
         if self._finishing:
             await asyncio.wait(set(self._finishing), timeout=grace)
         self._sender.close()
-        for pool in (self._compute, self._openers, self._enders):
+        self._steps.close()
+        for pool in (self._compilers, self._openers, self._enders):
             pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 import grpc
 
@@ -32,17 +33,26 @@ class Binding:
     port: int
 
 
+@dataclass
+class Life:
+    """How far a worker is, as it says about itself."""
+
+    state: Literal["starting", "ready", "draining"] = "starting"
+
+
 async def host_worker(
     binding: Binding,
     methods: Sequence[Method],
     loop_body: Callable[[], Coroutine[None, None, None]],
     make_lease: Callable[[str], tuple[WorkerRecord, WorkerLease]],
     finish: Callable[[], Awaitable[None]],
+    life: Life | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains and deregisters.
 
-    Calls under way get ``DRAIN_S`` seconds to end, and are cancelled then. If the loop ended by
-    itself nothing can be drained: the worker stops at once, and its error is raised.
+    While routers are told that it drains, Status still answers. Calls under way get ``DRAIN_S``
+    seconds to end then, and are cancelled. If the loop ended by itself nothing can be drained: the
+    worker stops at once, and its error is raised.
 
     Args:
         binding: where to listen.
@@ -50,6 +60,7 @@ async def host_worker(
         loop_body: the worker's endless loop; if it ends the worker ends.
         make_lease: builds record and lease from the address (``host:port``) that was bound.
         finish: awaited after the server stopped taking calls, before the lease is given back.
+        life: told "ready" and "draining" when they begin.
 
     Raises:
         ConfigError: the port is taken, or the store refuses the login.
@@ -67,7 +78,7 @@ async def host_worker(
     work = loop.create_task(loop_body(), name="worker-loop")
     work.add_done_callback(lambda _: stop.set())
     try:
-        await _until_stopped(lease, stop, record)
+        await _until_stopped(lease, stop, record, life or Life())
     finally:
         event(log, "stopping", worker=record.worker_id, loop_ended=work.done())
         try:
@@ -81,26 +92,31 @@ async def host_worker(
         work.result()
 
 
-async def _until_stopped(lease: WorkerLease, stop: asyncio.Event, record: WorkerRecord) -> None:
+async def _until_stopped(
+    lease: WorkerLease, stop: asyncio.Event, record: WorkerRecord, life: Life
+) -> None:
     """Registers (for as long as the store is away this retries) and waits for the end."""
-    registering = asyncio.ensure_future(_register(lease, record))
+    registering = asyncio.ensure_future(_register(lease, record, life))
     stopping = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({registering, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if registering.done():
             registering.result()
             await stopping
+            life.state = "draining"
             with suppress(TimeoutError):
                 await asyncio.wait_for(lease.drain(), _DEREGISTER_S)
     finally:
+        life.state = "draining"
         stopping.cancel()
         registering.cancel()
         await asyncio.wait({registering, stopping})
 
 
-async def _register(lease: WorkerLease, record: WorkerRecord) -> None:
+async def _register(lease: WorkerLease, record: WorkerRecord, life: Life) -> None:
     await lease.start()
     await lease.ready()
+    life.state = "ready"
     event(log, "ready", worker=record.worker_id, role=record.role, address=record.address)
 
 

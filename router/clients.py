@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from pdmesh.wire.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    LeaseGone,
-    Overloaded,
-    PdmeshError,
-    TransferFailed,
-    Unavailable,
-    WorkerLost,
-)
+from pdmesh.router.failure import AttemptFailed, blame
+from pdmesh.router.leases import HeldLease, Releaser, Reserved, release_all
+from pdmesh.wire.errors import PdmeshError, Unavailable, WorkerLost
 from pdmesh.wire.logs import event
 from pdmesh.wire.messages import (
     Empty,
@@ -41,45 +35,6 @@ RESERVE_TIMEOUT = 10.0
 """Seconds; a reservation is a matter of counting pages."""
 STATUS_TIMEOUT = 2.0
 RELEASE_TIMEOUT = 5.0
-RELEASE_WAIT = 1.0
-"""Seconds that the end of a request waits for a release, which then goes on by itself."""
-
-
-class AttemptFailed(Exception):
-    """A worker failed a request that another worker may still serve."""
-
-    def __init__(self, worker: WorkerRecord, error: PdmeshError) -> None:
-        super().__init__(error.message)
-        self.worker = worker
-        self.error = error
-
-    @property
-    def full(self) -> bool:
-        """The worker is well but has no room."""
-        return isinstance(self.error, Overloaded)
-
-    @property
-    def suspect(self) -> bool:
-        """The fault may have been another worker's."""
-        return isinstance(self.error, (TransferFailed, LeaseGone))
-
-    @property
-    def unreachable(self) -> bool:
-        """The worker itself does not answer, so no other request should go there."""
-        return isinstance(self.error, (WorkerLost, DeadlineExceeded))
-
-    def lost(self, worker: WorkerRecord) -> bool:
-        """Whether it is this worker that does not answer."""
-        return self.unreachable and self.worker.instance == worker.instance
-
-
-@contextmanager
-def blame(worker: WorkerRecord) -> Iterator[None]:
-    """Turns an error that another worker may not have into AttemptFailed."""
-    try:
-        yield
-    except (Unavailable, LeaseGone, Overloaded, Cancelled) as error:
-        raise AttemptFailed(worker, error) from error
 
 
 class Background:
@@ -110,50 +65,63 @@ class DecodeClient:
     background: Background
 
     @asynccontextmanager
-    async def reserve(self, request: ReserveRequest) -> AsyncGenerator[Lease, None]:
-        """Pages for a request, released on leaving, under cancellation too.
+    async def reserve(self, request: ReserveRequest) -> AsyncGenerator[Reserved, None]:
+        """Pages for all answers of a request; on leaving, those still held are released.
 
-        A reservation that is cancelled while it is on its way is released when its answer comes.
+        A reservation that is cancelled while it is on its way is released when its answer comes;
+        one that waits for room is taken out of the worker's queue.
 
         Raises:
             AttemptFailed: the worker has no room, or is gone.
         """
         answer = self.background.spawn(
-            self.client.unary("Reserve", request, Lease, timeout=RESERVE_TIMEOUT)
+            self.client.unary(
+                "Reserve", request, Lease, timeout=RESERVE_TIMEOUT + request.wait_ms / 1e3
+            )
         )
         try:
             with blame(self.record):
                 lease = await asyncio.shield(answer)
         except asyncio.CancelledError:
+            if request.wait_ms:
+                answer.cancel()
             self.background.spawn(self._release_late(answer, request.request_id))
             raise
-        reason, wait = "finished", RELEASE_WAIT
-        try:
+        async with AsyncExitStack() as stack:
+            held = self._held(lease, request.request_id)
+            stack.push_async_exit(partial(release_all, held))
             if lease.instance != self.record.instance:
                 raise AttemptFailed(
                     self.record, WorkerLost(f"{self.record.address} is another process now")
                 )
-            yield lease
-        except (asyncio.CancelledError, GeneratorExit):
-            reason = "cancelled"
-            raise
-        except BaseException as error:
-            reason = "failed"
-            if isinstance(error, AttemptFailed) and error.lost(self.record):
-                wait = 0.0  # nobody may be there to answer
-            raise
-        finally:
-            release = self.background.spawn(
-                self._release(lease.lease_id, reason, request.request_id)
-            )
-            await asyncio.wait({release}, timeout=wait)
+            if len(held) != request.n:
+                raise AttemptFailed(
+                    self.record,
+                    Unavailable(
+                        f"{self.record.worker_id} promised {len(held)} answers, not {request.n}"
+                    ),
+                )
+            yield Reserved(lease, held)
+
+    def _held(self, lease: Lease, request_id: str) -> tuple[HeldLease, ...]:
+        return tuple(
+            HeldLease(lease_id, lease.generation, self.record.instance, self._releaser(request_id))
+            for lease_id in (lease.lease_id, *lease.forks)
+        )
 
     async def _release_late(self, answer: asyncio.Task[Lease], request_id: str) -> None:
         try:
             lease = await answer
-        except PdmeshError:
+        except (PdmeshError, asyncio.CancelledError):
             return
-        await self._release(lease.lease_id, "cancelled", request_id)
+        for held in self._held(lease, request_id):
+            await held.release("cancelled", RELEASE_TIMEOUT)
+
+    def _releaser(self, request_id: str) -> Releaser:
+        def release(lease_id: str, reason: str) -> asyncio.Task[None]:
+            return self.background.spawn(self._release(lease_id, reason, request_id))
+
+        return release
 
     async def _release(self, lease_id: str, reason: str, request_id: str) -> None:
         request = ReleaseRequest(lease_id=lease_id, reason=reason)

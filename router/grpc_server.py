@@ -16,9 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from pdmesh.router.answers import Event
 from pdmesh.router.metrics import Metrics
 from pdmesh.router.request import GenerateRequest, RequestParser, parse_message, request_id_of
-from pdmesh.router.service import Finished, Service
+from pdmesh.router.service import Service
 from pdmesh.router.stream import Delta
 from pdmesh.router.view import MeshView
 from pdmesh.wire import chat_pb2
@@ -109,12 +110,11 @@ class ChatServer:
             message = parse_message(data, chat_pb2.ChatRequest)
             request_id = request_id_of(message)
             limit = self._view.context_limit(self._max_context)
-            tokens, sampling = await self._parser.parse(message, limit)
+            return await self._parser.parse(request_id, message, limit, received, deadline)
         except PdmeshError as error:
             self._metrics.requests.labels("invalid").inc()
             event(log, "refused", request=request_id, error=error.message)
             raise
-        return GenerateRequest(request_id, tokens, sampling, message.tenant, received, deadline)
 
     async def list_models(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         """The one model served, with its limits."""
@@ -158,20 +158,22 @@ async def _abort(context: grpc.aio.ServicerContext, error: PdmeshError) -> None:
     await context.abort(grpc.StatusCode[error.status], error.message, tuple(metadata))
 
 
-def _response(request: GenerateRequest, item: Delta | Finished) -> chat_pb2.ChatResponse:
+def _response(request: GenerateRequest, item: Event) -> chat_pb2.ChatResponse:
     if isinstance(item, Delta):
         return chat_pb2.ChatResponse(
             request_id=request.request_id,
+            index=item.index,
             text=item.text,
             token_ids=item.token_ids,
             logprobs=[_logprob(entry) for entry in item.logprobs],
         )
     return chat_pb2.ChatResponse(
         request_id=request.request_id,
+        index=item.index,
         text=item.text,
         finish_reason=item.reason,
-        usage=chat_pb2.Usage(**asdict(item.usage)),
-        timing=chat_pb2.Timing(**asdict(item.timing)),
+        usage=chat_pb2.Usage(**asdict(item.usage)) if item.usage else None,
+        timing=chat_pb2.Timing(**asdict(item.timing)) if item.timing else None,
     )
 
 

@@ -11,6 +11,8 @@ from pdmesh.router.usage import Usage
 from pdmesh.wire.errors import ConfigError
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_QUEUE_BUCKETS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -39,6 +41,34 @@ class Metrics:
         )
         self.in_flight = Gauge(
             "pdmesh_worker_in_flight", "Bookings at workers.", ["role"], registry=registry
+        )
+        self.e2e_latency = Histogram(
+            "pdmesh_e2e_request_latency_seconds",
+            "From a request's arrival to the end of its last answer, where it was served.",
+            buckets=_E2E_BUCKETS,
+            registry=registry,
+        )
+        self.queue_time = Histogram(
+            "pdmesh_request_queue_time_seconds",
+            "Waiting for room at a decode worker and in prefill's queue.",
+            buckets=_QUEUE_BUCKETS,
+            registry=registry,
+        )
+        self.waiting = Gauge(
+            "pdmesh_num_requests_waiting",
+            "Attempts waiting for room at a decode worker.",
+            registry=registry,
+        )
+        self.answers = Histogram(
+            "pdmesh_request_params_n",
+            "Answers wanted by a request.",
+            buckets=(1, 2, 4, 8, 16),
+            registry=registry,
+        )
+        self.preemptions = Counter(
+            "pdmesh_num_preemptions",
+            "Answers that gave their pages up and went on elsewhere.",
+            registry=registry,
         )
         self.failed_attempts = Counter(
             "pdmesh_failed_attempts",

@@ -59,7 +59,9 @@ class Avoid:
     lost: frozenset[str] = frozenset()
     """Gone or broken: never again."""
     full: frozenset[str] = frozenset()
-    """Had no room: never again for this request."""
+    """Had no room at once: only to wait there, where all are full."""
+    closed: frozenset[str] = frozenset()
+    """Had no room to wait either: not again in this attempt."""
     suspect: frozenset[str] = frozenset()
     """Took part in a failure that may have been another's: only if nothing else is left."""
 
@@ -70,7 +72,17 @@ class RequestFacts:
 
     num_prompt_tokens: int
     max_tokens: int
+    """Of each answer."""
     avoid: Avoid = field(default_factory=Avoid)
+    n: int = 1
+    """Answers, which share the prompt's full pages."""
+    may_wait: bool = False
+    """Whether there is time to wait for room at a decode worker."""
+
+    def decode_pages(self, page_size: int) -> int:
+        """Pages that the prompt and all answers fill."""
+        shared, partial = divmod(self.num_prompt_tokens, page_size)
+        return shared + self.n * -(-(partial + self.max_tokens) // page_size)
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,8 @@ class Route:
     decode: WorkerRecord
     tokens_to_compute: int
     scores: tuple[Score, ...]
+    wait: bool = False
+    """Every decode worker is full: the request has to wait at this one."""
 
     def explain(self) -> str:
         """All scores in one line."""
@@ -108,7 +122,8 @@ def choose_route(facts: RequestFacts, snapshot: Snapshot, rng: random.Random) ->
 
     Raises:
         InvalidRequest: no decode worker's pool could ever hold the request.
-        Overloaded: every decode or prefill worker has refused this request for want of room.
+        Overloaded: every prefill worker has refused this request for want of room, or every
+            decode worker has and it may not wait.
         Unavailable: none is ready, or all that are have failed this request.
     """
     prefill = _scores("prefill", facts, snapshot.prefill)
@@ -127,14 +142,18 @@ def choose_route(facts: RequestFacts, snapshot: Snapshot, rng: random.Random) ->
         decode=best_decode.candidate.record,
         tokens_to_compute=facts.num_prompt_tokens - best_prefill.owned_tokens,
         scores=(*prefill, *decode),
+        wait=best_decode.candidate.record.instance in facts.avoid.full,
     )
 
 
 def _scores(role: Role, facts: RequestFacts, candidates: Sequence[Candidate]) -> list[Score]:
     candidates = _large_enough(role, facts, candidates)
     avoid = facts.avoid
-    refused = [c for c in candidates if c.record.instance in avoid.full]
-    usable = [c for c in candidates if c.record.instance not in avoid.full | avoid.lost]
+    alive = [c for c in candidates if c.record.instance not in avoid.lost]
+    refused = [c for c in alive if c.record.instance in avoid.full]
+    usable = [c for c in alive if c.record.instance not in avoid.full]
+    if not usable and role == "decode" and facts.may_wait:
+        usable = [c for c in refused if c.record.instance not in avoid.closed]
     if usable:
         return [_score(role, facts, candidate) for candidate in usable]
     if refused:
@@ -148,15 +167,17 @@ def _scores(role: Role, facts: RequestFacts, candidates: Sequence[Candidate]) ->
 def _large_enough(
     role: Role, facts: RequestFacts, candidates: Sequence[Candidate]
 ) -> list[Candidate]:
-    tokens = facts.num_prompt_tokens + (facts.max_tokens if role == "decode" else 0)
-
     def fits(record: WorkerRecord) -> bool:
-        return record.capacity_pages * record.page_format.page_size >= tokens
+        page_size = record.page_format.page_size
+        if role == "decode":
+            return facts.decode_pages(page_size) <= record.capacity_pages
+        return facts.num_prompt_tokens <= record.capacity_pages * page_size
 
     large = [candidate for candidate in candidates if fits(candidate.record)]
     if candidates and not large:
+        answers = f" for each of {facts.n} answers" if facts.n > 1 else ""
         raise InvalidRequest(
-            f"{facts.num_prompt_tokens} prompt tokens and max_tokens {facts.max_tokens} "
+            f"{facts.num_prompt_tokens} prompt tokens and max_tokens {facts.max_tokens}{answers} "
             f"fit the memory of no {role} worker"
         )
     return large
@@ -172,7 +193,7 @@ def _score(role: Role, facts: RequestFacts, candidate: Candidate) -> Score:
     else:
         sequences = candidate.own_requests + candidate.other_requests
         cost = TRANSFERRED_TOKEN * missing + RUNNING_SEQUENCE * sequences
-        pages = -(-(facts.num_prompt_tokens + facts.max_tokens) // page_size)
+        pages = facts.decode_pages(page_size)
         if candidate.free_pages is not None and candidate.free_pages < pages:
             cost += NO_ROOM
     if candidate.record.instance in facts.avoid.suspect:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
+from msgspec import structs
 
-from pdmesh.router.defaults import SamplingDefaults
+from pdmesh.router.sampling import SamplingParser, answers_wanted, priority_of
+from pdmesh.text.grammar import json_grammar, json_object_grammar, lark_grammar, regex_grammar
+from pdmesh.text.grammar_trial import GrammarTrial
 from pdmesh.text.template import ChatTemplate
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.wire import chat_pb2
 from pdmesh.wire.errors import InvalidRequest, UnknownModel
 from pdmesh.wire.ids import new_request_id
-from pdmesh.wire.sampling import SamplingParams, check_token_ids
+from pdmesh.wire.sampling import MAX_GRAMMAR_LENGTH, SamplingParams, check_token_ids
 
 M = TypeVar("M", bound=Message)
 
@@ -39,6 +42,9 @@ class GenerateRequest:
     tenant: str
     received: float
     deadline: float
+    n: int = 1
+    """Answers wanted."""
+    priority: int = 0
 
 
 def parse_message(data: bytes, kind: type[M]) -> M:
@@ -79,19 +85,25 @@ class RequestParser:
     tokenizer: Tokenizer
     template: ChatTemplate
     model_name: str
-    default_max_tokens: int
-    rng: random.Random
-    """Draws the seeds of requests that bring none."""
-    defaults: SamplingDefaults = SamplingDefaults()
+    sampling: SamplingParser
+    grammars: GrammarTrial
 
     async def parse(
-        self, message: chat_pb2.ChatRequest, context: int
-    ) -> tuple[tuple[int, ...], SamplingParams]:
-        """Prompt token ids and sampling parameters.
+        self,
+        request_id: str,
+        message: chat_pb2.ChatRequest,
+        context: int,
+        received: float,
+        deadline: float,
+    ) -> GenerateRequest:
+        """The request that a message asks for.
 
         Args:
+            request_id: see ``request_id_of``.
             message: as the client sent it.
             context: most tokens of prompt and answer together.
+            received: time of the router's clock.
+            deadline: time of the router's clock.
 
         Raises:
             InvalidRequest: with one sentence naming what is wrong.
@@ -101,6 +113,7 @@ class RequestParser:
                 f"model {message.model[:MAX_LABEL]!r} is not served here; "
                 f"the only one is {self.model_name!r}"
             )
+        n, priority = answers_wanted(message.sampling), priority_of(message)
         if len(message.tenant) > MAX_LABEL:
             raise InvalidRequest(f"tenant is longer than {MAX_LABEL} characters")
         if message.messages and message.prompt_token_ids:
@@ -113,7 +126,29 @@ class RequestParser:
         else:
             tokens = await self._tokenise(message.messages, context)
             _check_prompt_length(len(tokens), context)
-        return tokens, self._sampling(message.sampling, len(tokens), context)
+        sampling = self.sampling.parse(message.sampling, len(tokens), context)
+        return GenerateRequest(
+            request_id=request_id,
+            token_ids=tokens,
+            sampling=structs.replace(sampling, grammar=await self._grammar(message)),
+            tenant=message.tenant,
+            received=received,
+            deadline=deadline,
+            n=n,
+            priority=priority,
+        )
+
+    async def _grammar(self, message: chat_pb2.ChatRequest) -> str:
+        if not message.HasField("response_format"):
+            return ""
+        grammar = _builder(message.response_format)()
+        if len(grammar) > MAX_GRAMMAR_LENGTH:
+            raise InvalidRequest(
+                f"response_format has {len(grammar)} characters with its escapes; "
+                f"at most {MAX_GRAMMAR_LENGTH} are allowed"
+            )
+        await self.grammars.check(grammar)
+        return grammar
 
     async def _tokenise(
         self, messages: Sequence[chat_pb2.Message], context: int
@@ -134,31 +169,20 @@ class RequestParser:
             return tuple(self.template.encode(turns))
         return tuple(await asyncio.to_thread(self.template.encode, turns))
 
-    def _sampling(
-        self, given: chat_pb2.Sampling, num_prompt_tokens: int, context: int
-    ) -> SamplingParams:
-        rest = context - num_prompt_tokens
-        explicit = given.HasField("max_tokens")
-        sampling = SamplingParams(
-            max_tokens=given.max_tokens if explicit else min(self.default_max_tokens, rest),
-            temperature=given.temperature
-            if given.HasField("temperature")
-            else self.defaults.temperature,
-            top_p=given.top_p if given.HasField("top_p") else self.defaults.top_p,
-            top_k=given.top_k,
-            seed=given.seed if given.HasField("seed") else self.rng.getrandbits(63),
-            stop=tuple(given.stop),
-            stop_token_ids=tuple(given.stop_token_ids),
-            ignore_eos=given.ignore_eos,
-            logprobs=given.logprobs if given.HasField("logprobs") else None,
-        )
-        sampling.validate(self.tokenizer.vocab_size)
-        if sampling.max_tokens > rest:
-            raise InvalidRequest(
-                f"the prompt has {num_prompt_tokens} tokens and max_tokens is "
-                f"{sampling.max_tokens}; together they exceed the context of {context} tokens"
-            )
-        return sampling
+
+def _builder(given: chat_pb2.ResponseFormat) -> Callable[[], str]:
+    kind = given.WhichOneof("kind")
+    if kind == "json_schema":
+        return partial(json_grammar, given.json_schema)
+    if kind == "regex":
+        return partial(regex_grammar, given.regex)
+    if kind == "grammar":
+        return partial(lark_grammar, given.grammar)
+    if kind == "json_object" and given.json_object:
+        return json_object_grammar
+    raise InvalidRequest(
+        "response_format is empty; give json_object true, a json_schema, a regex or a grammar"
+    )
 
 
 def check_messages(messages: Sequence[chat_pb2.Message]) -> None:

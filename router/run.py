@@ -1,4 +1,4 @@
-"""The state of one request on its way through the mesh, and the messages made from it."""
+"""The state of one answer on its way through the mesh, and the messages made from it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from pdmesh.router.clients import AttemptFailed
+from pdmesh.router.failure import AttemptFailed
+from pdmesh.router.leases import HeldLease
 from pdmesh.router.policy import Avoid, RequestFacts, Route
 from pdmesh.router.prompt import PromptHashes
 from pdmesh.router.request import GenerateRequest
-from pdmesh.router.stream import Delta, GatewayStream
-from pdmesh.router.usage import Timing, Usage
+from pdmesh.router.stream import Delta, GatewayStream, StreamBroken
 from pdmesh.wire.errors import Unavailable
 from pdmesh.wire.messages import (
     FirstToken,
@@ -24,13 +24,19 @@ from pdmesh.wire.messages import (
 )
 from pdmesh.wire.sampling import SamplingParams
 
+WAIT_GRACE = 1.0
+"""Seconds before the deadline that are not waited for room: nothing could be served in them."""
+
 
 @dataclass
 class Run:
-    """One request: the answer so far, the attempts so far, and the time spent.
+    """One answer of a request: its tokens so far, the attempts so far, and the time spent.
+
+    The first answer leads the attempts in which all of them begin; later ones are an answer's own.
 
     Args:
         request: as checked.
+        index: which answer.
         gate: accepts the answer's tokens.
         key: of the page hashes.
         eos_ids: end-of-text tokens, empty where the client ignores them.
@@ -38,6 +44,7 @@ class Run:
     """
 
     request: GenerateRequest
+    index: int
     gate: GatewayStream
     key: bytes
     eos_ids: tuple[int, ...]
@@ -45,13 +52,16 @@ class Run:
     route: Route | None = None
     failures: list[AttemptFailed] = field(default_factory=list)
     avoid: Avoid = field(default_factory=Avoid)
+    attempts: int = 0
+    """Begun by this answer; one that it joined is counted at the answer that led."""
     cached_tokens: int = 0
     first_token_at: float | None = None
     last_token_at: float = 0.0
     router_s: float = 0.0
-    _queue_ms: float = 0.0
-    _prefill_ms: float = 0.0
-    _transfer_ms: float = 0.0
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    transfer_ms: float = 0.0
+    _request_id: str = ""
     _drafts: dict[int, tuple[int, int]] = field(default_factory=dict)
     _prompt: tuple[tuple[int, ...], PromptHashes] | None = None
 
@@ -60,8 +70,17 @@ class Run:
     def begin_attempt(self) -> None:
         """Fixes the prompt of the next attempt: the client's, and the answer so far."""
         self.gate.begin_attempt()
+        self.attempts += 1
+        own = f"#{self.index}" if self.index else ""
+        self._request_id = self.request.request_id + own
         tokens = (*self.request.token_ids, *self.gate.tokens)
         self._prompt = tokens, PromptHashes(self.key, self.request.tenant, tokens)
+
+    def join(self, lead: Run) -> None:
+        """Takes part in an attempt that another answer has begun."""
+        self.gate.join_attempt(lead.gate.attempt)
+        self._request_id, self._prompt, self.route = lead._request_id, lead._prompt, lead.route
+        self.failures, self.avoid = list(lead.failures), lead.avoid
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -85,9 +104,15 @@ class Run:
         left = self.request.sampling.max_tokens - self.offset
         return msgspec.structs.replace(self.request.sampling, max_tokens=left, stop=())
 
-    @property
-    def facts(self) -> RequestFacts:
-        return RequestFacts(len(self.tokens), self.sampling.max_tokens, self.avoid)
+    def facts(self, n: int) -> RequestFacts:
+        """For the choice of workers for ``n`` answers."""
+        return RequestFacts(
+            num_prompt_tokens=len(self.tokens),
+            max_tokens=self.sampling.max_tokens,
+            avoid=self.avoid,
+            n=n,
+            may_wait=self._wait_ms() > 0,
+        )
 
     def remaining(self) -> float:
         """Seconds to the deadline."""
@@ -96,58 +121,87 @@ class Run:
     def _deadline_ms(self) -> int:
         return max(1, int(self.remaining() * 1e3))
 
-    def reserve_request(self, route: Route) -> ReserveRequest:
+    def _wait_ms(self) -> int:
+        return max(0, int((self.remaining() - WAIT_GRACE) * 1e3))
+
+    def _waited_ms(self) -> int:
+        return max(0, int((self.clock() - self.request.received) * 1e3))
+
+    def reserve_request(self, route: Route, n: int) -> ReserveRequest:
         return ReserveRequest(
-            request_id=self.request.request_id,
+            request_id=self._request_id,
             attempt=self.gate.attempt,
             num_prompt_tokens=len(self.tokens),
             hashes=self.hashes.for_format(route.decode.page_format),
             tenant=self.request.tenant,
             max_tokens=self.sampling.max_tokens,
+            n=n,
+            priority=self.request.priority,
+            waited_ms=self._waited_ms(),
+            wait_ms=self._wait_ms() if route.wait else 0,
             deadline_ms=self._deadline_ms(),
         )
 
-    def prefill_request(self, lease: Lease) -> PrefillRequest:
+    def prefill_request(self, lease: Lease, n: int) -> PrefillRequest:
         return PrefillRequest(
-            request_id=self.request.request_id,
+            request_id=self._request_id,
             attempt=self.gate.attempt,
             token_ids=self.tokens,
             tenant=self.request.tenant,
             sampling=self.sampling,
             output_offset=self.offset,
+            n=n,
+            sample_index=self.index,
+            priority=self.request.priority,
+            waited_ms=self._waited_ms(),
+            eos_token_ids=self.eos_ids,
             lease=lease,
             deadline_ms=self._deadline_ms(),
         )
 
-    def stream_request(self, lease: Lease, first: FirstToken) -> StreamRequest:
+    def stream_request(self, lease: HeldLease, first_token: int) -> StreamRequest:
         return StreamRequest(
             lease_id=lease.lease_id,
             generation=lease.generation,
-            request_id=self.request.request_id,
+            request_id=self._request_id,
             attempt=self.gate.attempt,
             token_ids=self.tokens,
-            first_token=first.token_ids[0],
+            first_token=first_token,
             sampling=self.sampling,
             output_offset=self.offset,
+            sample_index=self.index,
             eos_token_ids=self.eos_ids,
             tenant=self.request.tenant,
         )
 
     # ---- what comes back ------------------------------------------------------------------
 
-    def take_first(self, first: FirstToken) -> Delta:
-        """The first token of an attempt, from prefill."""
+    def note_prefill(self, first: FirstToken, n: int) -> None:
+        """What the prompt of an attempt cost.
+
+        Raises:
+            StreamBroken: there is not a first token for each of the ``n`` answers.
+        """
         self.cached_tokens = max(
             self.cached_tokens, min(first.cached_tokens, len(self.request.token_ids))
         )
-        self._queue_ms += first.queue_ms
-        self._prefill_ms += first.compute_ms
+        self.queue_ms += first.queue_ms
+        self.prefill_ms += first.compute_ms
+        entries = 0 if self.request.sampling.logprobs is None else n
+        if (len(first.token_ids), len(first.logprobs)) != (n, entries):
+            raise StreamBroken(
+                f"prefill sent {len(first.token_ids)} first tokens and {len(first.logprobs)} "
+                f"logprobs, not {n} and {entries}"
+            )
+
+    def take_first(self, first: FirstToken, place: int) -> Delta:
+        """The first token of this answer, which is the ``place``-th of an attempt."""
         return self.take(
             TokenChunk(
                 attempt=self.gate.attempt,
                 position=self.offset,
-                token_ids=first.token_ids,
-                logprobs=first.logprobs,
+                token_ids=first.token_ids[place : place + 1],
+                logprobs=first.logprobs[place : place + 1],
             )
         )
 
@@ -156,7 +210,7 @@ class Run:
         started = self.clock()
         if chunk.drafted:
             self._drafts[self.gate.attempt] = chunk.drafted, chunk.accepted
-        self._transfer_ms = max(self._transfer_ms, chunk.transfer_ms)
+        self.transfer_ms = max(self.transfer_ms, chunk.transfer_ms)
         delta = self.gate.take(chunk)
         self.router_s += self.clock() - started
         return delta
@@ -166,8 +220,17 @@ class Run:
         self.failures.append(failure)
         one = frozenset({failure.worker.instance})
         if failure.full:
-            self.avoid = replace(self.avoid, full=self.avoid.full | one)
-        elif failure.suspect and self.route is not None:
+            waited = self.route is not None and self.route.wait
+            refused = one if waited else frozenset()
+            self.avoid = replace(
+                self.avoid, full=self.avoid.full | one, closed=self.avoid.closed | refused
+            )
+            return
+        # Time has passed: there may be room again.
+        self.avoid = replace(self.avoid, full=frozenset(), closed=frozenset())
+        if failure.preempted:
+            return
+        if failure.suspect and self.route is not None:
             both = frozenset({self.route.prefill.instance, self.route.decode.instance})
             self.avoid = replace(self.avoid, suspect=self.avoid.suspect | both)
         else:
@@ -182,35 +245,11 @@ class Run:
 
     @property
     def broken_attempts(self) -> int:
-        """Attempts that failed for another reason than want of room."""
-        return sum(not failure.full for failure in self.failures)
+        """Attempts in which something went wrong."""
+        return sum(failure.broken for failure in self.failures)
 
-    # ---- the end --------------------------------------------------------------------------
-
-    def usage(self) -> Usage:
-        drafted = sum(d for d, _ in self._drafts.values())
-        accepted = sum(a for _, a in self._drafts.values())
-        return Usage(
-            prompt_tokens=len(self.request.token_ids),
-            cached_tokens=self.cached_tokens,
-            completion_tokens=len(self.gate.tokens),
-            drafted_tokens=drafted,
-            accepted_tokens=accepted,
-            seed=self.request.sampling.seed,
-        )
-
-    def timing(self) -> Timing:
-        now = self.clock()
-        first = self.first_token_at if self.first_token_at is not None else now
-        route = self.route
-        return Timing(
-            queue_ms=self._queue_ms,
-            prefill_ms=self._prefill_ms,
-            transfer_ms=self._transfer_ms,
-            decode_ms=(now - first) * 1e3,
-            router_ms=self.router_s * 1e3,
-            ttft_ms=(first - self.request.received) * 1e3,
-            prefill_worker=route.prefill.worker_id if route else "",
-            decode_worker=route.decode.worker_id if route else "",
-            attempts=self.gate.attempt,
-        )
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Drafts verified and accepted, over all attempts."""
+        counts = self._drafts.values()
+        return sum(drafted for drafted, _ in counts), sum(accepted for _, accepted in counts)

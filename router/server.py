@@ -6,20 +6,25 @@ import asyncio
 import logging
 import random
 import signal
+import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 import grpc
 
 from pdmesh.registry.client import RegistryView
 from pdmesh.registry.host import Binding, bind
+from pdmesh.router.account import Account
 from pdmesh.router.clients import WorkerClients
 from pdmesh.router.config import RouterConfig
 from pdmesh.router.defaults import sampling_defaults
 from pdmesh.router.grpc_server import ChatServer
 from pdmesh.router.metrics import Metrics
 from pdmesh.router.request import RequestParser
+from pdmesh.router.sampling import SamplingParser
 from pdmesh.router.service import Service, ServiceConfig
 from pdmesh.router.view import MeshView, Registry
+from pdmesh.text.grammar_trial import GrammarTrial
 from pdmesh.text.template import load_template
 from pdmesh.text.tokenizer import load_tokenizer, read_json
 from pdmesh.wire.errors import ConfigError
@@ -63,8 +68,9 @@ class Router:
         rng = random.Random()
         tokenizer = load_tokenizer(config.model_path)
         event(log, "tokenizer_loaded", tokens=tokenizer.vocab_size, longest=tokenizer.longest_token)
-        defaults = sampling_defaults(config.model_path)
-        event(log, "sampling_defaults", temperature=defaults.temperature, top_p=defaults.top_p)
+        defaults = sampling_defaults(config.model_path, tokenizer.vocab_size)
+        event(log, "sampling_defaults", **asdict(defaults))
+        self._grammars = GrammarTrial(config.model_path)
         self._config = config
         self.metrics = Metrics()
         self.clients = WorkerClients()
@@ -74,15 +80,14 @@ class Router:
                 tokenizer=tokenizer,
                 template=load_template(config.model_path, tokenizer),
                 model_name=config.model_name,
-                default_max_tokens=config.default_max_tokens,
-                rng=rng,
-                defaults=defaults,
+                sampling=SamplingParser(tokenizer, config.default_max_tokens, rng, defaults),
+                grammars=self._grammars,
             ),
             Service(
                 tokenizer,
                 self.view,
                 self.clients,
-                self.metrics,
+                Account(self.metrics, time.monotonic),
                 ServiceConfig(read_secret(config.secret_file), config.max_attempts),
                 rng=rng,
             ),
@@ -119,6 +124,7 @@ class Router:
             await self._server.stop(self._config.stop_grace)
         await self.view.close()
         await self.clients.close()
+        await self._grammars.close()
         if self._stop_metrics is not None:
             await asyncio.to_thread(self._stop_metrics)
 

@@ -18,6 +18,8 @@ class StreamBroken(Unavailable):
 class Delta:
     """What one chunk adds to the answer."""
 
+    index: int = 0
+    """Which of the request's answers."""
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -40,7 +42,8 @@ class GatewayStream:
     were seen before are dropped, tokens of an earlier attempt too; a gap is an error.
     """
 
-    def __init__(self, output: OutputText, limits: Limits) -> None:
+    def __init__(self, output: OutputText, limits: Limits, index: int = 0) -> None:
+        self._index = index
         self._output = output
         self._limits = limits
         self.attempt = 0
@@ -50,8 +53,12 @@ class GatewayStream:
 
     def begin_attempt(self) -> int:
         """Gives the stream to a new attempt and returns its number, from 1."""
-        self.attempt += 1
-        return self.attempt
+        return self.join_attempt(self.attempt + 1)
+
+    def join_attempt(self, attempt: int) -> int:
+        """Gives the stream to an attempt that other answers share."""
+        self.attempt = attempt
+        return attempt
 
     def take(self, chunk: TokenChunk) -> Delta:
         """The new part of a chunk, up to the end of the answer.
@@ -60,7 +67,7 @@ class GatewayStream:
             StreamBroken: the chunk starts after the next position, or holds an impossible id.
         """
         if chunk.attempt != self.attempt or self.finish is not None:
-            return Delta()
+            return Delta(self._index)
         seen = len(self.tokens) - chunk.position
         if seen < 0:
             raise StreamBroken(
@@ -69,7 +76,7 @@ class GatewayStream:
         taken, text = self._append(chunk.token_ids[seen:])
         if self.finish is None:
             self.finish = chunk.finish
-        return Delta(text, taken, chunk.logprobs[seen : seen + len(taken)])
+        return Delta(self._index, text, taken, chunk.logprobs[seen : seen + len(taken)])
 
     def _append(self, ids: Sequence[int]) -> tuple[tuple[int, ...], str]:
         start = len(self.tokens)

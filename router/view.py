@@ -39,15 +39,19 @@ class Polled:
 
 
 class Booking:
-    """This router's load of one request at two workers, until it is given back."""
+    """This router's load of one request at two workers, until it is given back.
 
-    def __init__(self, view: MeshView, route: Route) -> None:
+    At prefill it is one prompt, at decode one sequence for each answer.
+    """
+
+    def __init__(self, view: MeshView, route: Route, answers: int) -> None:
         self._view = view
         self._prefill: str | None = route.prefill.instance
         self._decode = route.decode.instance
         self._tokens = route.tokens_to_compute
+        self._answers = answers
         view.add(route.prefill.instance, "prefill", 1, self._tokens)
-        view.add(self._decode, "decode", 1, 0)
+        view.add(self._decode, "decode", answers, 0)
 
     def prefilled(self) -> None:
         """Gives back the prefill worker's part; once is enough."""
@@ -55,10 +59,20 @@ class Booking:
             self._view.add(self._prefill, "prefill", -1, -self._tokens)
             self._prefill = None
 
+    @contextmanager
+    def answer(self) -> Iterator[None]:
+        """One of the answers at decode, given back on leaving."""
+        try:
+            yield
+        finally:
+            self._answers -= 1
+            self._view.add(self._decode, "decode", -1, 0)
+
     def give_back(self) -> None:
-        """Gives back all of it; called once."""
+        """Gives back what is left; called once."""
         self.prefilled()
-        self._view.add(self._decode, "decode", -1, 0)
+        if self._answers:
+            self._view.add(self._decode, "decode", -self._answers, 0)
 
 
 class MeshView:
@@ -147,9 +161,9 @@ class MeshView:
     # ---- what requests report -------------------------------------------------------------
 
     @contextmanager
-    def book(self, route: Route) -> Iterator[Booking]:
+    def book(self, route: Route, answers: int = 1) -> Iterator[Booking]:
         """Counts a request at the two workers of its route, from now until leaving."""
-        booking = Booking(self, route)
+        booking = Booking(self, route, answers)
         try:
             yield booking
         finally:

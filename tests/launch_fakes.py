@@ -54,6 +54,10 @@ async def worker(role: str, topology: Topology, name: str, port: int) -> None:
             pool=PoolStatus(total=8, free=5, reserved=0, used=1, cached=2, quarantined=0),
             queued=0,
             running=1,
+            preempted=3,
+            parked=2,
+            drafted=8,
+            accepted=6,
         )
 
     add_service(server, role, [Method("Status", Empty, unary=status)])
@@ -68,6 +72,7 @@ async def worker(role: str, topology: Topology, name: str, port: int) -> None:
         vocab_size=16,
         max_context=64,
         capacity_pages=8,
+        metrics_port=getattr(topology, role).metrics_port,
     )
     lease = WorkerLease(topology.mesh.redis, topology.mesh.name, record)
     await lease.start()

@@ -10,15 +10,18 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 import redis
+from prometheus_client.parser import text_string_to_metric_families
 from redis.exceptions import RedisError
 
 from pdmesh.registry.client import RegistryView
+from pdmesh.registry.metrics import LABELS
 from pdmesh.registry.store import Keys
 from pdmesh.wire import chat_pb2, chat_pb2_grpc
 from pdmesh.wire.errors import PdmeshError
@@ -205,6 +208,18 @@ def _wait_ready(mesh: Mesh, folder: Path, output: Path) -> None:
             return
         time.sleep(0.1)
     raise AssertionError(f"the mesh did not start:\n{output.read_text()}\n{mesh.log()}")
+
+
+def scrape(endpoint: str) -> dict[str, float]:
+    """The samples of a worker's metrics endpoint (host:port) that have only a worker's labels."""
+    with urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.labels.keys() - set(LABELS)
+    }
 
 
 @dataclass

@@ -96,3 +96,53 @@ def run(
 def stale_pool(model: DeepseekV3, num_pages: int, page_size: int = 64) -> Tensor:
     """Pages full of NaN, as a page may be that another owner left."""
     return model.new_latents(num_pages, page_size).fill_(float("nan"))
+
+
+def equal(left: Tensor, right: Tensor) -> bool:
+    """The same bits, and no NaN."""
+    return torch.equal(left, right) and not bool(left.isnan().any())
+
+
+def same_latents(left: Tensor, right: Tensor) -> bool:
+    """The same bits; NaN equals NaN."""
+    return torch.equal(left.isnan(), right.isnan()) and torch.equal(
+        left.nan_to_num(0.0), right.nan_to_num(0.0)
+    )
+
+
+def various_models() -> dict[str, DeepseekV3]:
+    """Shapes for which libraries choose different loops."""
+    return {
+        "four heads": tiny_model(),
+        "three heads, odd sizes, no q_lora": tiny_model(
+            1,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            q_lora_rank=None,
+            hidden_size=52,
+            moe_intermediate_size=12,
+            kv_lora_rank=36,
+            qk_nope_head_dim=12,
+            v_head_dim=28,
+            qk_rope_head_dim=4,
+        ),
+        "softmax router": tiny_model(2, **V2, hidden_size=72, intermediate_size=76),
+        "bfloat16": tiny_model(3).bfloat16(),
+        "latents of 512 + 64": tiny_model(
+            4,
+            std=0.03,
+            num_hidden_layers=2,
+            hidden_size=256,
+            q_lora_rank=192,
+            kv_lora_rank=512,
+            qk_nope_head_dim=48,
+            qk_rope_head_dim=64,
+            v_head_dim=48,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            intermediate_size=1024,
+            moe_intermediate_size=128,
+            n_routed_experts=32,
+            num_experts_per_tok=4,
+        ),
+    }

@@ -14,6 +14,7 @@ import msgspec
 from pdmesh.router.config import RouterConfig
 from pdmesh.router.server import Router
 from pdmesh.wire import chat_pb2, chat_pb2_grpc
+from pdmesh.wire.errors import Overloaded, Preempted
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
 from pdmesh.wire.messages import (
@@ -88,6 +89,8 @@ class FakeWorker:
     role: Role
     answer: list[int] = field(default_factory=lambda: [300])
     """Token at each output position, whatever the prompt."""
+    answers: list[list[int]] = field(default_factory=list)
+    """The same for each sample index, where the answers of a request differ."""
     fail: dict[str, list[Exception]] = field(default_factory=dict)
     hold: dict[str, asyncio.Event] = field(default_factory=dict)
     """Methods that wait, once called, until the event is set."""
@@ -106,6 +109,10 @@ class FakeWorker:
 
     def methods(self) -> list[Method]:
         raise NotImplementedError
+
+    def token(self, index: int, position: int) -> int:
+        answer = self.answers[index] if self.answers else self.answer
+        return answer_token(answer, position)
 
     def seen(self, kind):
         return [r for r in self.requests if isinstance(r, kind)]
@@ -171,16 +178,21 @@ class FakeWorker:
 @dataclass
 class FakePrefill(FakeWorker):
     cached_tokens: int = 0
+    most_tokens: int = 99
+    """First tokens in an answer at most."""
 
     def methods(self) -> list[Method]:
         return [Method("Prefill", PrefillRequest, unary=self.prefill)]
 
     async def prefill(self, request: PrefillRequest) -> FirstToken:
         await self.enter("Prefill", request)
-        token = answer_token(self.answer, request.output_offset)
+        first = request.sample_index
+        tokens = [
+            self.token(index, request.output_offset) for index in range(first, first + request.n)
+        ]
         return FirstToken(
-            token_ids=(token,),
-            logprobs=tuple(e for e in (logprobs(token, request.sampling.logprobs),) if e),
+            token_ids=tuple(tokens[: self.most_tokens]),
+            logprobs=tuple(e for t in tokens if (e := logprobs(t, request.sampling.logprobs))),
             cached_tokens=self.cached_tokens,
             computed_tokens=len(request.token_ids) - self.cached_tokens,
             pushed_pages=1,
@@ -204,6 +216,19 @@ class FakeDecode(FakeWorker):
     gap_at: int | None = None
     eos_at: int | None = None
     streamed: int = 0
+    full: bool = False
+    """No room: reservations wait, or are refused."""
+    queue_full: bool = False
+    """No room to wait either."""
+    freed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set: there is room for those that wait."""
+    waiting: list[ReserveRequest] = field(default_factory=list)
+    preempt_at: list[int] = field(default_factory=list)
+    """Output positions before which one sequence gives its pages up."""
+    fail_answer: dict[int, tuple[int, Exception]] = field(default_factory=dict)
+    """For a sample index, an output position and the error that its stream ends with there."""
+    forks: int | None = None
+    """Forks in a lease, whatever was asked for."""
 
     def methods(self) -> list[Method]:
         return [
@@ -214,10 +239,15 @@ class FakeDecode(FakeWorker):
 
     async def reserve(self, request: ReserveRequest) -> Lease:
         await self.enter("Reserve", request)
+        if self.full:
+            await self.wait_for_room(request)
         lease = f"{self.worker_id}-{len(self.requests)}"
-        self.leases.add(lease)
+        count = request.n - 1 if self.forks is None else self.forks
+        forks = tuple(f"{lease}/{i + 1}" for i in range(count))
+        self.leases.update((lease, *forks))
         return Lease(
             lease_id=lease,
+            forks=forks,
             generation=1,
             instance=self.instance,
             cached_pages=0,
@@ -226,7 +256,22 @@ class FakeDecode(FakeWorker):
             page_format=self.page_format,
         )
 
+    async def wait_for_room(self, request: ReserveRequest) -> None:
+        if not request.wait_ms or self.queue_full:
+            raise Overloaded("no pages")
+        self.waiting.append(request)
+        try:
+            async with asyncio.timeout(request.wait_ms / 1e3):
+                await self.freed.wait()
+        except TimeoutError:
+            raise Overloaded("no pages in time") from None
+        finally:
+            self.waiting.remove(request)
+
     async def release(self, request: ReleaseRequest) -> Empty:
+        if "Release" in self.hold:
+            self.reached["Release"].set()
+            await self.hold["Release"].wait()
         self.released.append(request)
         self.leases.discard(request.lease_id)
         return Empty()
@@ -240,6 +285,13 @@ class FakeDecode(FakeWorker):
                 if self.die_at is not None and position >= self.die_at:
                     asyncio.get_running_loop().create_task(self.die())
                     await asyncio.Event().wait()
+                if self.preempt_at and position >= self.preempt_at[0]:
+                    self.preempt_at.pop(0)
+                    raise Preempted("pages were needed")
+                where, error = self.fail_answer.get(request.sample_index, (HUGE, None))
+                if position >= where:
+                    del self.fail_answer[request.sample_index]
+                    raise error
                 if self.end_at is not None and position >= self.end_at:
                     return
                 if self.gap_at is not None and position >= self.gap_at:
@@ -264,7 +316,7 @@ class FakeDecode(FakeWorker):
             if self.eos_at is not None and p >= self.eos_at:
                 finish = "stop"
                 break
-            ids.append(answer_token(self.answer, p))
+            ids.append(self.token(request.sample_index, p))
         if finish is None and stop == end:
             finish = "length"
         done = position - request.output_offset
@@ -361,6 +413,10 @@ class Answer:
     @property
     def ids(self) -> list[int]:
         return [t for r in self.responses for t in r.token_ids]
+
+    def of(self, index: int) -> Answer:
+        """The responses of one of several answers."""
+        return Answer([r for r in self.responses if r.index == index])
 
     @property
     def last(self) -> chat_pb2.ChatResponse:

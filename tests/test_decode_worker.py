@@ -405,23 +405,57 @@ async def test_a_deadline_ends_a_lease_in_any_state(when):
 # ---- faults -------------------------------------------------------------------------------
 
 
-async def test_a_failed_step_fails_its_batch_and_the_worker_goes_on():
-    prompts = [prompt_of(40), prompt_of(80)]
+async def test_a_sequence_that_a_step_fails_for_ends_alone():
+    prompts = [prompt_of(40 + 20 * i, i) for i in range(3)]
+    async with rig() as mesh:
+        gate = mesh.decode.gate
+        gate.hold()
+        gate.poison = prompts[1]
+        asking = [asyncio.ensure_future(mesh.ask(p, 30)) for p in prompts]
+        await until(lambda: mesh.decode.worker.queued + mesh.decode.worker.running == 3)
+        gate.let_go()
+        results = await asyncio.gather(*asking, return_exceptions=True)
+        assert isinstance(results[1], InternalError)
+        assert "poison" in str(results[1])
+        for i in (0, 2):
+            assert results[i].tokens == reference(prompts[i], 30)
+        assert max(gate.batches) > 1
+        await mesh.rest()
+        assert mesh.decode.worker.cancelled == 0
+        gate.poison = None
+        assert (await mesh.ask(prompts[1], 30)).tokens == reference(prompts[1], 30)
+
+
+async def test_a_step_that_fails_once_is_done_again_without_a_token_lost():
+    prompts = [prompt_of(40 + 20 * i, i) for i in range(2)]
     async with rig() as mesh:
         mesh.decode.gate.hold()
         mesh.decode.gate.failure = RuntimeError("no more memory")
         asking = [asyncio.ensure_future(mesh.ask(p, 30)) for p in prompts]
         await mesh.decode.gate.step_begins()
         mesh.decode.gate.let_go()
-        done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_EXCEPTION)
-        results = await asyncio.gather(*asking, return_exceptions=True)
-        failed = [r for r in results if isinstance(r, InternalError)]
-        assert failed
-        assert "no more memory" in str(failed[0])
-        await mesh.rest()
-        assert mesh.decode.worker.cancelled == 0
-        for prompt in prompts:
-            assert (await mesh.ask(prompt, 30)).tokens == reference(prompt, 30)
+        for prompt, answer in zip(prompts, await asyncio.gather(*asking), strict=True):
+            assert answer.tokens == reference(prompt, 30)
+
+
+async def test_what_a_step_was_is_told():
+    prompt = prompt_of(40)
+    async with rig() as mesh:
+        facts = []
+        mesh.decode.worker.observe = facts.append
+        answer = await mesh.ask(prompt, 20)
+        assert len(facts) == len(answer.chunks)
+        assert sum(f.num_tokens for f in facts) == 19
+        assert [f.num_sequences for f in facts] == [1] * len(facts)
+        assert sum(f.drafted for f in facts) == answer.chunks[-1].drafted > 0
+        assert sum(f.accepted for f in facts) == answer.chunks[-1].accepted
+        assert all(0 < f.model_s <= f.duration_s for f in facts)
+        assert [f.pages_used for f in facts[:-1]] == [1] * (len(facts) - 1)
+        worker = mesh.decode.worker
+        assert (worker.drafted, worker.accepted) == (
+            facts and answer.chunks[-1].drafted,
+            answer.chunks[-1].accepted,
+        )
 
 
 @pytest.mark.parametrize("transport", ["tcp", "loopback"])

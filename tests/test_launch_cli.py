@@ -42,6 +42,18 @@ def test_help_says_what_a_command_does(capsys, command):
         assert "pdmesh up --chat" in out or f"pdmesh {command[0]}" in out.split("examples")[1]
 
 
+SETTINGS = (
+    *("--arithmetic", "--page-size", "--chunk-tokens", "--max-queue", "--draft-tokens"),
+    *("--growth-tokens", "--park-mb", "--max-waiting", "--metrics-port"),
+)
+
+
+def test_the_help_of_serve_names_every_setting_of_a_worker(capsys):
+    _, out, _ = run(capsys, "serve", "--help")
+    assert [flag for flag in SETTINGS if flag not in out] == []
+    assert "tokens a page" in out
+
+
 def test_version_names_the_protocol(capsys):
     code, out, _ = run(capsys, "version")
     assert code == 0
@@ -62,6 +74,12 @@ def test_version_names_the_protocol(capsys):
         (("up", "--model", "/no/such/model"), "/no/such/model does not exist"),
         (("up", "--topology", "/no/such.toml"), "cannot read the topology file /no/such.toml"),
         (("up", "--host", "192.0.2.1"), "192.0.2.1"),
+        (("up", "--arithmetic", "slow"), "--arithmetic is 'slow' (a string); it must be one of f"),
+        (("up", "--page-size", "8192"), "--page-size is 8192; it must be one of 16, 32, 64, 128"),
+        (("up", "--page-size", "big"), "argument --page-size: invalid int value: 'big'"),
+        (("up", "--draft-tokens", "9"), "--draft-tokens is 9; it must be a whole number from 0 to"),
+        (("up", "--draft-tokens", "x"), "--draft-tokens is 'x' (a string); it must be a whole num"),
+        (("up", "--no-mtp", "--draft-tokens", "2"), "--draft-tokens: drafts come from the MTP mod"),
         (("serve", "cook"), "invalid choice: 'cook'"),
         (("serve", "decode"), "no store given; add --redis URL"),
         (("serve", "decode", "--redis", "redis://x"), "no secret given; add --secret-file"),
@@ -115,15 +133,19 @@ def test_what_a_file_sets_wrong_is_one_sentence_with_file_key_and_what_is_allowe
         ("--redis", "foo", "--redis: Redis URL 'foo' is not understood"),
         ("--secret-file", "/no/key", "--secret-file: cannot read the secret file /no/key: No such"),
         ("--host", "192.0.2.1", "--host: cannot listen on '192.0.2.1': "),
+        ("--chunk-tokens", "0", "--chunk-tokens is 0; it must be a whole number from 1"),
+        ("--max-queue", "0", "--max-queue is 0; it must be a whole number from 1"),
+        ("--growth-tokens", "-1", "--growth-tokens is -1; it must be a whole number from 0"),
+        ("--metrics-port", "-1", "--metrics-port is -1; it must be a whole number from 0 to 65535"),
+        ("--page-size", "24", "--page-size is 24; it must be one of 16, 32"),
         ("--model", "/no/model", "--model: the model directory /no/model does not exist"),
     ],
 )
 def test_a_wrong_flag_of_one_process_is_named(capsys, tmp_path, flag, value, sentence):
     (tmp_path / "key").write_bytes(b"k" * 32)
     flags = {"--redis": "redis://127.0.0.1:1", "--secret-file": str(tmp_path / "key"), flag: value}
-    code, _, err = run(
-        capsys, "serve", "decode", *(part for pair in flags.items() for part in pair)
-    )
+    role = "prefill" if flag in ("--chunk-tokens", "--max-queue") else "decode"
+    code, _, err = run(capsys, "serve", role, *(part for pair in flags.items() for part in pair))
     assert code == 2
     assert err.startswith(f"pdmesh: {sentence}")
     assert len(err.splitlines()) == 1

@@ -1,12 +1,18 @@
 """The topology file: what it may say, and the one sentence when it says something else."""
 
+import argparse
 import dataclasses
+import json
+import re
 from pathlib import Path
 
 import pytest
 
+from pdmesh.launch import cli
+from pdmesh.launch.checks import check_together
+from pdmesh.launch.processes import mesh_specs
 from pdmesh.launch.restart import MAX_DEATHS, WINDOW_S, restart_delay
-from pdmesh.launch.topology import SECTIONS, Topology, check_model, load_topology
+from pdmesh.launch.topology import AUTO_DRAFTS, SECTIONS, Topology, check_model, load_topology
 from pdmesh.wire.errors import ConfigError
 
 EVERYTHING = """
@@ -22,17 +28,26 @@ log_level = "DEBUG"
 path = "../model"
 name = "chatty"
 dtype = "bfloat16"
+arithmetic = "exact"
+page_size = 16
 mtp = false
 [prefill]
 workers = 2
 pages = 64
 threads = 3
 chunk_tokens = 128
+max_queue = 9
+metrics_port = 9200
 [decode]
 workers = 4
 pages = 128
 threads = 2
 max_batch = 8
+draft_tokens = "auto"
+growth_tokens = 256
+park_mb = 64
+max_waiting = 7
+metrics_port = 9300
 [router]
 deadline_s = 1.5
 max_attempts = 2
@@ -58,6 +73,84 @@ def test_a_file_may_say_everything(tmp_path):
         mine, default = getattr(topology, section), getattr(plain, section)
         for setting in dataclasses.fields(mine):
             assert getattr(mine, setting.name) != getattr(default, setting.name), setting.name
+
+
+def test_drafts_are_a_number_or_auto_and_none_without_the_mtp_module(tmp_path):
+    assert Topology().draft_tokens == 1
+    assert read(tmp_path, "[decode]\ndraft_tokens = 3").draft_tokens == 3
+    assert read(tmp_path, '[decode]\ndraft_tokens = "auto"').draft_tokens == AUTO_DRAFTS
+    assert read(tmp_path, "[model]\nmtp = false").draft_tokens == 0
+
+
+def checkpoint(path: Path, **config: object) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "[model]\nmtp = false\n[decode]\ndraft_tokens = 2",
+            "[decode] draft_tokens: drafts come from the MTP module, which is off; ask for 0",
+        ),
+        (
+            '[decode]\ndraft_tokens = "auto"',
+            "[decode] draft_tokens: drafts come from an MTP module, and .*/model has none; ask for",
+        ),
+        (
+            "[model]\npage_size = 128",
+            "[model] page_size: a page of 128 tokens is longer than the model's context of 100; ",
+        ),
+        (
+            "[mesh]\nport = 9000\n[router]\nmetrics_port = 9000",
+            "[router] metrics_port: port 9000 is the public one; give the metrics another",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_one_sentence_with_the_fix(tmp_path, text, sentence):
+    model = checkpoint(tmp_path / "model", max_position_embeddings=100)
+    topology = read(tmp_path, text).changed("model", "--model", path=model)
+    with pytest.raises(ConfigError, match=re.escape(sentence).replace(r"\.\*", ".*")):
+        check_together(topology)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[model]\nmtp = false",
+        "[model]\nmtp = false\n[decode]\ndraft_tokens = 0",
+        "[model]\npage_size = 64",
+    ],
+)
+def test_settings_that_go_together_pass_whatever_the_checkpoint_says(tmp_path, text):
+    for config in ({}, {"max_position_embeddings": 64}, {"num_nextn_predict_layers": 1}):
+        model = checkpoint(tmp_path / "model", **config)
+        check_together(read(tmp_path, text).changed("model", "--model", path=model))
+
+
+def started(topology: Topology) -> dict[str, argparse.Namespace]:
+    """What the processes of a mesh are told, by name, as ``pdmesh serve`` reads it."""
+    specs = mesh_specs(topology, 7080, Path("key"), {"prefill-0": 9200})
+    return {s.name: cli._parser().parse_args(["serve", s.role, *s.arguments]) for s in specs}
+
+
+def test_a_process_is_told_what_the_file_says(tmp_path):
+    told = started(read(tmp_path, EVERYTHING.replace("mtp = false", "mtp = true")))
+    assert {(a.arithmetic, a.page_size) for a in told.values()} == {("exact", 16)}
+    prefill, decode = told["prefill-0"], told["decode-3"]
+    assert (prefill.chunk_tokens, prefill.max_queue, prefill.metrics_port) == (128, 9, 9200)
+    assert (decode.draft_tokens, decode.growth_tokens, decode.park_mb) == ("auto", 256, 64)
+    assert (decode.max_waiting, decode.metrics_port) == (7, 0)
+    assert told["router"].metrics_port == 9100
+
+
+def test_a_checkpoint_without_an_mtp_module_needs_no_setting(tmp_path):
+    topology = Topology().changed("model", "--model", path=checkpoint(tmp_path / "model"))
+    check_together(topology)
+    assert started(topology)["decode-0"].draft_tokens is None
 
 
 def test_paths_are_relative_to_the_file(tmp_path):
@@ -94,6 +187,29 @@ def test_a_whole_number_is_a_number(tmp_path):
             '[model]\ndtype = "float8"',
             "[model] dtype is 'float8' (a string); it must be one of float32, bfloat16",
         ),
+        (
+            '[model]\narithmetic = "slow"',
+            "[model] arithmetic is 'slow' (a string); it must be one of fast, exact",
+        ),
+        (
+            "[model]\npage_size = 48",
+            "[model] page_size is 48; it must be one of 16, 32, 64, 128, 256, 512",
+        ),
+        ("[model]\npage_size = 64.0", "page_size is 64.0; it must be one of 16, 32, 64"),
+        ("[model]\npage_size = true", "page_size is true; it must be one of 16, 32, 64"),
+        (
+            "[decode]\ndraft_tokens = 5",
+            "[decode] draft_tokens is 5; it must be a whole number from 0 to 4, or auto",
+        ),
+        (
+            '[decode]\ndraft_tokens = "some"',
+            "draft_tokens is 'some' (a string); it must be a whole number from 0 to 4, or auto",
+        ),
+        ("[decode]\ndraft_tokens = -1", "draft_tokens is -1; it must be a whole number from 0"),
+        ("[prefill]\nchunk_tokens = 0", "chunk_tokens is 0; it must be a whole number from 1"),
+        ("[prefill]\nmax_queue = 0", "max_queue is 0; it must be a whole number from 1"),
+        ("[decode]\ngrowth_tokens = -1", "growth_tokens is -1; it must be a whole number from 0"),
+        ("[decode]\nmetrics_port = 65536", "metrics_port is 65536; it must be a whole number"),
         ('[mesh]\nname = "a b"', "[mesh] name is 'a b' (a string); it must be 1 to 63 letters"),
         ('[mesh]\nname = "../x"', "name is '../x' (a string); it must be 1 to 63 letters"),
         (

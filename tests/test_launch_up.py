@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.launch.ports import DEFAULT_PORT, claim_port
+from pdmesh.launch.ports import DEFAULT_PORT, claim_port, claim_ports
 from pdmesh.launch.processes import Child, Spec
 from pdmesh.registry.embedded import EmbeddedStore
 from pdmesh.registry.store import Store, read_members
@@ -302,7 +302,8 @@ def test_status_shows_every_worker(meshes):
         ["decode-1", "ready"],
         ["prefill-0", "ready"],
     ]
-    assert table[2].split()[3:] == ["5/2/1/8", "0", "1"]
+    assert table[2].split()[3:] == ["5/2/1/8", "0", "1", "2", "3", "75%", "-"]
+    assert table[4].split()[3:] == ["5/2/1/8", "0", "1", "-", "-", "-", "-"]
     whole = json.loads(meshes.run("status", "--json").stdout)
     assert [worker["worker"] for worker in whole["workers"]] == [
         "decode-0",
@@ -310,6 +311,35 @@ def test_status_shows_every_worker(meshes):
         "prefill-0",
     ]
     assert whole["workers"][0]["status"]["pool"]["total"] == 8
+
+
+def test_each_worker_gets_the_next_free_port_for_its_metrics_and_status_shows_it(meshes):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = taken.getsockname()[1]
+        path = meshes.folder / "mesh.toml"
+        path.write_text(f"[prefill]\nmetrics_port = {first}\n[decode]\nmetrics_port = {first}")
+        meshes.ready("--topology", str(path))
+        workers = json.loads(meshes.run("status", "--json").stdout)["workers"]
+    endpoints = [worker["metrics"] for worker in workers]
+    ports = [int(endpoint.removeprefix("127.0.0.1:")) for endpoint in endpoints]
+    assert len(set(ports)) == 3
+    assert first < min(ports) == ports[2]  # prefill first, then the decode workers
+    assert ports[0] < ports[1]
+    lines = meshes.run("status").stdout.splitlines()[2:]
+    assert [line.split()[-1] for line in lines] == endpoints
+
+
+def test_ports_spoken_for_by_another_mesh_are_passed_over():
+    with claim_ports("127.0.0.1", 19300, 2, {19300}) as first:
+        assert len(set(first)) == 2
+        assert min(first) > 19300
+        with claim_ports("127.0.0.1", 19300, 2, ()) as second:
+            assert not set(first) & set(second)
+
+
+def test_too_few_ports_are_one_sentence():
+    with pytest.raises(ConfigError, match=r"[01] ports from 65535 on are free on 127\.0\.0\.1, 2"):
+        claim_ports("127.0.0.1", 65535, 2, ()).__enter__()
 
 
 def test_the_cores_are_shared_among_the_workers_unless_threads_are_asked_for(meshes):

@@ -6,55 +6,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_cases import V2, one_slice, run, stale_pool, tiny_model, tokens_of
+from model_cases import equal, one_slice, run, stale_pool, tokens_of, various_models
 
+from pdmesh.kernels.page_walk import Tiling
 from pdmesh.model.batch import Batch, SequenceSlice
 from pdmesh.model.deepseek import DeepseekV3
 
 FORMS = ("mha", "absorbed")
-MODELS: dict[str, DeepseekV3] = {
-    "four heads": tiny_model(),
-    "three heads, odd sizes, no q_lora": tiny_model(
-        1,
-        num_attention_heads=3,
-        num_key_value_heads=3,
-        q_lora_rank=None,
-        hidden_size=52,
-        moe_intermediate_size=12,
-        kv_lora_rank=36,
-        qk_nope_head_dim=12,
-        v_head_dim=28,
-        qk_rope_head_dim=4,
-    ),
-    "softmax router": tiny_model(2, **V2, hidden_size=72, intermediate_size=76),
-    "bfloat16": tiny_model(3).bfloat16(),
-    "latents of 512 + 64": tiny_model(
-        4,
-        std=0.03,
-        num_hidden_layers=2,
-        hidden_size=256,
-        q_lora_rank=192,
-        kv_lora_rank=512,
-        qk_nope_head_dim=48,
-        qk_rope_head_dim=64,
-        v_head_dim=48,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        intermediate_size=1024,
-        moe_intermediate_size=128,
-        n_routed_experts=32,
-        num_experts_per_tok=4,
-    ),
-}
+MODELS = various_models()
 
 
 @pytest.fixture(params=list(MODELS))
 def model(request: pytest.FixtureRequest) -> DeepseekV3:
     return MODELS[request.param]
-
-
-def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(left, right) and not bool(left.isnan().any())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -129,14 +93,19 @@ def test_two_rows_of_a_verified_draft_equal_two_steps_of_one_row(model):
         assert equal(both, torch.cat(one)), start
 
 
-def test_rows_as_tiles_of_a_page_equal_rows_one_by_one_in_absorbed_form(model):
+def test_rows_in_tiles_of_any_size_equal_rows_one_by_one_in_absorbed_form(model):
     whole = tokens_of(90, 6)
-    pools = [stale_pool(model, 4) for _ in range(2)]
-    tiled = run(model, pools[0], "absorbed", (one_slice((1, 3), 0, 90), whole))[0]
-    single = [
-        run(model, pools[1], "absorbed", (one_slice((1, 3), p, p + 1), whole))[0] for p in range(90)
-    ]
-    assert equal(tiled, torch.cat(single))
+    one_by_one = stale_pool(model, 4)
+    single = torch.cat(
+        [
+            run(model, one_by_one, "absorbed", (one_slice((1, 3), p, p + 1), whole))[0]
+            for p in range(90)
+        ]
+    )
+    for start in (0, 27, 58, 74, 82, 86, 87):
+        pool = one_by_one.clone()
+        rows = run(model, pool, "absorbed", (one_slice((1, 3), start, 90), whole))[0]
+        assert equal(rows, single[start:]), 90 - start
 
 
 def test_a_rejected_draft_leaves_nothing_that_later_rows_can_see(model):
@@ -215,10 +184,9 @@ def test_memory_bounds_of_a_long_context_change_no_bit(monkeypatch):
     results = []
     for entries in (1, 3, 1000):
         monkeypatch.setattr("pdmesh.kernels.page_walk.MAX_ENTRIES", entries)
-        monkeypatch.setattr(
-            "pdmesh.model.batch._GROUP_ENTRIES",
-            dict.fromkeys([("mha", True), ("absorbed", True), ("absorbed", False)], entries),
-        )
+        monkeypatch.setattr("pdmesh.model.batch._MHA", Tiling(64, entries, share=True))
+        absorbed = (Tiling(2, entries), Tiling(64, entries))
+        monkeypatch.setattr("pdmesh.model.batch._ABSORBED", absorbed)
         pool = stale_pool(model, 8)
         prompt = run(model, pool, "mha", (one_slice(pages, 0, 449), whole))[0]
         tiled = run(model, pool, "absorbed", (one_slice(pages, 400, 449, 449), whole))[0]

@@ -4,14 +4,15 @@ import asyncio
 import os
 import signal
 import time
+from contextlib import asynccontextmanager
 
 import pytest
 
 from pdmesh.registry import host
-from pdmesh.registry.host import Binding, host_worker
+from pdmesh.registry.host import Binding, Life, host_worker
 from pdmesh.wire.errors import ConfigError, PdmeshError
 from pdmesh.wire.hashes import PageFormat
-from pdmesh.wire.messages import Empty, WorkerRecord
+from pdmesh.wire.messages import Empty, PoolStatus, WorkerRecord, WorkerStatus
 from pdmesh.wire.rpc import Client, Method
 
 
@@ -22,6 +23,9 @@ class FakeLease:
         self.refuses = refuses
         self.calls = []
         self.is_ready = asyncio.Event()
+        self.draining = asyncio.Event()
+        self.drained = asyncio.Event()
+        self.drained.set()
 
     async def start(self):
         if self.refuses:
@@ -34,6 +38,8 @@ class FakeLease:
 
     async def drain(self):
         self.calls.append("drain")
+        self.draining.set()
+        await self.drained.wait()
 
     async def close(self):
         self.calls.append("close")
@@ -49,9 +55,14 @@ class Worker:
         self.streams_cut = 0
         self.loop_ended = False
         self.finished = False
-        methods = [Method("Endless", Empty, stream=self.endless)]
+        self.life = Life()
+        methods = [
+            Method("Endless", Empty, stream=self.endless),
+            Method("Status", Empty, unary=self.status),
+        ]
+        binding = Binding("127.0.0.1", port)
         self.running = asyncio.ensure_future(
-            host_worker(Binding("127.0.0.1", port), methods, self.run, self.make, self.finish)
+            host_worker(binding, methods, self.run, self.make, self.finish, self.life)
         )
 
     async def endless(self, _):
@@ -60,6 +71,20 @@ class Worker:
             await asyncio.Event().wait()
         finally:
             self.streams_cut += 1
+
+    async def status(self, _):
+        fmt, record = PageFormat("m", "w", "float32", 64, 1, 0, 1), self.make(self.address)[0]
+        pool = PoolStatus(total=1, free=1, reserved=0, used=0, cached=0, quarantined=0)
+        return WorkerStatus(
+            worker_id=record.worker_id,
+            instance=record.instance,
+            role="decode",
+            state=self.life.state,
+            page_format=fmt,
+            pool=pool,
+            queued=0,
+            running=0,
+        )
 
     async def run(self):
         try:
@@ -86,6 +111,14 @@ class Worker:
             capacity_pages=1,
         )
         return record, self.lease
+
+
+@asynccontextmanager
+async def closing(client):
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +148,21 @@ async def test_a_signal_drains_cuts_what_does_not_end_and_deregisters(number):
     with pytest.raises(PdmeshError):
         await anext(stream)
     await client.close()
+
+
+async def test_a_worker_says_that_it_starts_is_ready_and_drains():
+    worker = Worker()
+    assert worker.life.state == "starting"
+    await worker.lease.is_ready.wait()
+    await asyncio.sleep(0)
+    worker.lease.drained.clear()
+    async with closing(Client(worker.address, "decode")) as client:
+        assert (await client.unary("Status", Empty(), WorkerStatus, timeout=30)).state == "ready"
+        os.kill(os.getpid(), signal.SIGTERM)
+        await worker.lease.draining.wait()
+        assert (await client.unary("Status", Empty(), WorkerStatus, timeout=30)).state == "draining"
+        worker.lease.drained.set()
+    await asyncio.wait_for(worker.running, 30)
 
 
 async def test_a_dead_loop_ends_the_worker_with_its_error():

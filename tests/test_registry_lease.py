@@ -13,13 +13,15 @@ from pdmesh.registry.publisher import WorkerLease
 from pdmesh.registry.store import Store, StoreUnavailable, read_members
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import PageFormat
-from pdmesh.wire.messages import WorkerRecord
+from pdmesh.wire.messages import PROTOCOL_VERSION, WorkerRecord
 
 FORMAT = PageFormat("tiny", "w", "float32", 64, 7, 1, 576)
 FOR_EVER = 3600.0
 
 
-def record(worker_id: str = "decode-0", instance: str = "a", protocol: int = 1) -> WorkerRecord:
+def record(
+    worker_id: str = "decode-0", instance: str = "a", protocol: int = PROTOCOL_VERSION
+) -> WorkerRecord:
     return WorkerRecord(
         worker_id=worker_id,
         instance=instance,

@@ -143,7 +143,11 @@ async def test_one_id_leads_through_router_prefill_and_decode(tmp_path, caplog):
 async def test_a_failed_step_names_its_requests(tmp_path, caplog, role):
     caplog.set_level(logging.INFO)
     async with whole_mesh(tmp_path) as (workers, stub):
-        getattr(workers, role).gate.failure = RuntimeError("no more memory")
+        gate = getattr(workers, role).gate
+        if role == "prefill":
+            gate.failure = RuntimeError("no more memory")
+        else:
+            gate.poison = prompt_of(100)[:5]  # fails when its sequence runs alone, too
         with pytest.raises(grpc.aio.AioRpcError):
             async for _ in stub.StreamChat(question("req-1", max_tokens=6), timeout=30):
                 pass

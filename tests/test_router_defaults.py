@@ -31,12 +31,35 @@ def test_the_defaults_are_the_checkpoints(tmp_path, given, expected):
     assert sampling_defaults(tmp_path) == SamplingDefaults(*expected)
 
 
+SHAPED = {"temperature": 0.6, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize(
+    ("given", "vocab", "expected"),
+    [
+        (SHAPED, 100, SamplingDefaults(0.6, 1.0, 20, 0.1, 1.1)),
+        (SHAPED, 10, SamplingDefaults(0.6, 1.0, 0, 0.1, 1.1)),
+        (SHAPED | {"do_sample": False}, 100, SamplingDefaults(repetition_penalty=1.1)),
+    ],
+)
+def test_the_shape_of_the_distribution_is_the_checkpoints_too(tmp_path, given, vocab, expected):
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    assert sampling_defaults(tmp_path, vocab) == expected
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
         ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
         ({"temperature": -1}, "temperature is -1.0; it must be between 0.0 and 100.0"),
         ({"top_p": 0}, "top_p is 0.0; it must be over 0 and at most 1"),
+        ({"top_k": 1.5}, "top_k is 1.5; it must be a whole number"),
+        ({"top_k": -1}, "top_k is -1; it must be between 0 and 2147483648"),
+        ({"min_p": 3}, "min_p is 3.0; it must be between 0.0 and 1.0"),
+        (
+            {"do_sample": False, "repetition_penalty": 0},
+            "repetition_penalty is 0.0; it must be over 0 and at most 2",
+        ),
     ],
 )
 def test_a_wrong_value_in_the_checkpoint_is_one_sentence_with_its_file(tmp_path, given, sentence):

@@ -203,12 +203,14 @@ async def test_a_full_decode_worker_is_passed_over(tmp_path):
 async def test_when_all_decode_workers_are_full_the_client_is_told_when_to_retry(tmp_path):
     async with fakes.mesh(tmp_path, decode=5) as mesh:
         for worker in mesh.decode:
-            worker.fail["Reserve"] = [Overloaded("no pages")]
+            worker.fail["Reserve"] = [Overloaded("no pages"), Overloaded("the queue is full")]
         error = await mesh.error(fakes.ask())
         assert error.code() is EXHAUSTED
         assert error.details() == "all room is taken: 5 decode workers are full; retry later"
         assert int(dict(error.trailing_metadata())["retry-after-ms"]) > 0
-        assert sum(len(w.seen(ReserveRequest)) for w in mesh.decode) == 5
+        assert [[r.wait_ms > 0 for r in w.seen(ReserveRequest)] for w in mesh.decode] == [
+            [False, True]
+        ] * 5
         assert mesh.outcome("overloaded") == 1
         assert mesh.prefill[0].requests == []
         await mesh.chat(max_tokens=2)

@@ -126,3 +126,37 @@ def test_a_choice_explains_itself():
     text = choose_route(FACTS, snapshot, random.Random(0)).explain()
     assert "p0:cost=512.0,owned=128,load=0" in text
     assert "d1:cost=64.0,owned=0,load=0" in text
+
+
+def test_where_all_decode_workers_are_full_the_best_one_is_waited_at():
+    facts = replace(FACTS, avoid=Avoid(full=frozenset({"i-a", "i-b"})), may_wait=True)
+    snapshot = Snapshot((P,), (decode("a", own_requests=3), decode("b", owned_pages=5)))
+    route = choose_route(facts, snapshot, random.Random(0))
+    assert (route.decode.worker_id, route.wait) == ("b", True)
+    roomy = Snapshot((P,), (*snapshot.decode, decode("c", own_requests=99)))
+    route = choose_route(facts, roomy, random.Random(0))
+    assert (route.decode.worker_id, route.wait) == ("c", False)
+
+
+def test_a_worker_that_lets_nobody_wait_is_not_waited_at():
+    both = frozenset({"i-a", "i-b"})
+    facts = replace(FACTS, avoid=Avoid(full=both, closed=frozenset({"i-b"})), may_wait=True)
+    assert choose([P], [decode("a", own_requests=9), decode("b")], facts)[1] == "a"
+    facts = replace(FACTS, avoid=Avoid(full=both, closed=both), may_wait=True)
+    with pytest.raises(Overloaded, match="2 decode workers are full"):
+        choose([P], [decode("a"), decode("b")], facts)
+
+
+def test_a_full_prefill_worker_is_not_waited_at():
+    facts = replace(FACTS, avoid=Avoid(full=frozenset({"i-p"})), may_wait=True)
+    with pytest.raises(Overloaded, match="1 prefill worker is full"):
+        choose([P], [D], facts)
+
+
+def test_answers_share_the_full_pages_of_their_prompt():
+    facts = RequestFacts(num_prompt_tokens=640, max_tokens=64, n=4)
+    assert facts.decode_pages(64) == 10 + 4
+    assert replace(facts, num_prompt_tokens=641).decode_pages(64) == 10 + 4 * 2
+    assert choose([P], [decode("d", capacity=14)], facts)[1] == "d"
+    with pytest.raises(InvalidRequest, match="max_tokens 64 for each of 4 answers fit the memory"):
+        choose([P], [decode("d", capacity=13)], facts)

@@ -68,6 +68,60 @@ BAD = {
     "17 stops": (sampled(stop=["x"] * 17), "17 stop strings"),
     "empty stop": (sampled(stop=[""]), "a stop string has 0 characters"),
     "long stop": (sampled(stop=["x" * 257]), "a stop string has 257 characters"),
+    "min_p 2": (sampled(min_p=2), "min_p is 2.0; it must be between 0.0 and 1.0"),
+    "min_p nan": (sampled(min_p=NAN), "min_p is nan"),
+    "repetition_penalty 0": (
+        sampled(repetition_penalty=0),
+        "repetition_penalty is 0.0; it must be over 0 and at most 2",
+    ),
+    "repetition_penalty nan": (sampled(repetition_penalty=NAN), "repetition_penalty is nan"),
+    "frequency_penalty 3": (
+        sampled(frequency_penalty=3),
+        "frequency_penalty is 3.0; it must be between -2.0 and 2.0",
+    ),
+    "presence_penalty -inf": (sampled(presence_penalty=-INF), "presence_penalty is -inf"),
+    "logit_bias of V": (sampled(logit_bias={V: 1.0}), f"logit_bias holds {V}"),
+    "logit_bias 101": (
+        sampled(logit_bias={7: 101.0}),
+        "logit_bias of token 7 is 101.0; it must be between -100.0 and 100.0",
+    ),
+    "logit_bias nan": (sampled(logit_bias={7: NAN}), "logit_bias of token 7 is nan"),
+    "1025 biases": (
+        sampled(logit_bias=dict.fromkeys(range(1025), 1.0)),
+        "logit_bias has 1025 entries; at most 1024 are allowed",
+    ),
+    "min_tokens over max_tokens": (
+        sampled(min_tokens=6, max_tokens=5),
+        "min_tokens is 6; it must be between 0 and max_tokens, 5",
+    ),
+    "129 bad words": (sampled(bad_words=["x"] * 129), "bad_words has 129 entries; at most 128 are"),
+    "empty bad word": (sampled(bad_words=[""]), "one of bad_words has 0 characters; 1 to 256"),
+    "blank bad word": (sampled(bad_words=["  "]), "not all of them spaces, are allowed"),
+    "long bad word": (sampled(bad_words=["x" * 257]), "one of bad_words has 257 characters"),
+    "bad word of many tokens": (
+        sampled(bad_words=["\u2620" * 100]),
+        "tokens; 1 to 64 are allowed",
+    ),
+    "n 0": (sampled(n=0), "n is 0; it must be between 1 and 16"),
+    "n 17": (sampled(n=17), "n is 17; it must be between 1 and 16"),
+    "prompt_logprobs": (sampled(prompt_logprobs=0), "prompt_logprobs is not served: a prompt"),
+    "priority 101": (chat(priority=101), "priority is 101; it must be between -100 and 100"),
+    "priority -101": (chat(priority=-101), "priority is -101"),
+    "empty format": (chat(response_format={}), "response_format is empty; give json_object true"),
+    "json_object false": (chat(response_format={"json_object": False}), "response_format is empty"),
+    "wrong schema": (
+        chat(response_format={"json_schema": '{"type": "objec"}'}),
+        "response_format cannot be used: Invalid type: objec",
+    ),
+    "wrong regex": (chat(response_format={"regex": "("}), "is wrong: unclosed group"),
+    "wrong grammar": (
+        chat(response_format={"grammar": 'start: "a" b'}),
+        'response_format cannot be used: line 1, column 8: unknown name: "b"',
+    ),
+    "grammar that grows": (
+        chat(response_format={"grammar": "start: " + '"' * 31_000 + "\x01" * 900}),
+        "characters with its escapes; at most 65536 are allowed",
+    ),
     "long tenant": (chat(tenant="t" * 129), "tenant is longer than 128"),
     "long id": (chat(request_id="r" * 129), "request_id must be"),
     "id with a line break": (chat(request_id="a\nb"), "request_id must be"),
@@ -120,6 +174,11 @@ async def test_the_edges_of_what_is_allowed_are_served(tmp_path):
             sampled(max_tokens=2, temperature=1e-6, top_p=1e-9, top_k=V, seed=2**64 - 1),
             sampled(max_tokens=2, top_k=0, logprobs=20, stop=["x" * 256] * 16),
             chat(message(content="\x00 \ufffd \U0010ffff"), sampling={"max_tokens": 1}),
+            sampled(max_tokens=3, min_tokens=3, min_p=1, repetition_penalty=2, n=1),
+            sampled(max_tokens=2, frequency_penalty=-2, presence_penalty=2, logit_bias={0: -100}),
+            sampled(max_tokens=2, bad_words=["x" * 60] * 128, logit_bias={V - 1: 100}),
+            chat(priority=-100, sampling={"max_tokens": 1}),
+            chat(priority=100, sampling={"max_tokens": 1}),
         ):
             assert (await mesh.chat(request)).reason == "length"
 

@@ -210,3 +210,26 @@ def test_an_incomplete_character_at_the_end_can_complete_a_stop_string():
     output = OutputText(TOKENIZER, ["t\ufffd"])
     ids = byte_tokens(b"a st" + "👍".encode()[:2])
     assert "".join(output.add(t) for t in ids) + output.finish() == "a s"
+
+
+def test_a_stop_string_that_is_complete_before_min_tokens_is_text():
+    ids = TOKENIZER.encode("one two one two one two")
+    for least in range(len(ids) + 1):
+        output, shown, used = OutputText(TOKENIZER, ["two"], least), "", 0
+        for token in ids:
+            shown += output.add(token)
+            used += 1
+            if output.stopped:
+                break
+        ends = [n for n in range(1, len(ids) + 1) if TOKENIZER.decode(ids[:n]).endswith("two")]
+        assert used == next(n for n in ends if n >= least)
+        assert shown + output.finish() == TOKENIZER.decode(ids[:used]).removesuffix("two")
+
+
+def test_a_stop_string_that_does_not_count_may_begin_one_that_does():
+    matcher = StopMatcher(["aba"])
+    assert matcher.add("xaba", counts=False) == ("xab", False)
+    assert matcher.add("ba") == ("", True)
+    matcher = StopMatcher(["abab"])
+    assert matcher.add("abab", counts=False) == ("ab", False)
+    assert matcher.add("x") == ("abx", False)

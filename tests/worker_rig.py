@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 import torch
 from model_cases import tiny_model, tokens_of
 
-from pdmesh.decode.leases import DecodeLimits
+from pdmesh.decode.drafter import MtpDrafter
+from pdmesh.decode.limits import GIB, DecodeLimits
 from pdmesh.decode.runner import DecodeRunner
 from pdmesh.decode.scheduler import DecodeScheduler
 from pdmesh.decode.worker import DecodeWorker
@@ -23,6 +25,8 @@ from pdmesh.kvtransfer.tcp import TcpListener
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.page_format import page_format
 from pdmesh.model.reference import generate_reference
+from pdmesh.model.tree import TokenTree
+from pdmesh.prefill.facts import PrefillStepFacts
 from pdmesh.prefill.runner import PrefillRunner
 from pdmesh.prefill.scheduler import PrefillScheduler
 from pdmesh.prefill.work import PrefillLimits
@@ -72,6 +76,8 @@ class Gate:
         """Rows' owners in each step that began."""
         self.failure: Exception | None = None
         """What the next step raises."""
+        self.poison: list[int] | None = None
+        """Steps with a sequence that begins so fail."""
 
     def hold(self):
         self._held = True
@@ -95,37 +101,52 @@ class Gate:
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
+        if self.poison and any(r.tokens[: len(self.poison)] == self.poison for r in rows):
+            raise RuntimeError("poison")
         return self._runner.step(rows)
 
 
-class ScriptedDrafts(DecodeRunner):
+class ScriptedDrafts(MtpDrafter):
     """Drafts the true continuation where it is known, but for every third output position."""
 
     truth: dict[tuple[int, ...], list[int]]
 
-    def _draft(self, sequences):
-        drafts = super()._draft(sequences)
-        for s, draft in zip(sequences, drafts, strict=True):
-            known = self.truth.get(tuple(s.tokens[:PAGE]), [])
-            if draft and s.output_position < len(known):
-                right = known[s.output_position]
-                draft[0] = (right + 1) % VOCAB if s.output_position % 3 == 2 else right
-        return drafts
+    def propose(self, sequences, count):
+        trees = super().propose(sequences, count)
+        return [self._scripted(s, tree) for s, tree in zip(sequences, trees, strict=True)]
+
+    def _scripted(self, s, tree):
+        known = self.truth.get(tuple(s.tokens[:PAGE]), [])
+        tokens = list(tree.tokens)
+        for depth in range(1, len(tokens)):
+            place = s.sampling.position + depth - 1
+            if place < len(known):
+                wrong = place % 3 == 2
+                tokens[depth] = (known[place] + 1) % VOCAB if wrong else known[place]
+        return TokenTree(tuple(tokens), tree.parents)
 
 
 @dataclass
 class Options:
     mtp: bool = True
+    drafts: int = 1
+    branches: int = 1
     transport: str = "tcp"
     pages: int = 64
     chunk_tokens: int = 128
     max_queue: int = 100
     max_batch: int = 8
     lease_idle_s: float = 60.0
+    growth_tokens: int = 0
+    max_waiting: int = 100
+    park_bytes: int = GIB
     prefills: int = 1
     decodes: int = 1
     one_sided: bool = False
     stall_after: int | None = None
+    page_size: int = PAGE
+    arithmetic: str = "fast"
+    grammars: object = None
     truth: dict = field(default_factory=dict)
 
     @property
@@ -141,9 +162,10 @@ class Side:
         self.unfinished: list[str] = []
         """Pages that were shared before all their layers were written."""
         self._mtp = options.mtp
-        self.kv = KvManager(options.pages, PAGE, self._check_published, self.evicted.extend)
+        size = options.page_size
+        self.kv = KvManager(options.pages, size, self._check_published, self.evicted.extend)
         self.store = LatentStore(
-            options.pages, fmt.num_layers, PAGE, fmt.latent_width, torch.float32
+            options.pages, fmt.num_layers, size, fmt.latent_width, torch.float32
         )
         self.store.tensor.fill_(float("nan"))
 
@@ -160,11 +182,26 @@ class Side:
 class PrefillSide(Side):
     def __init__(self, fmt, options):
         super().__init__(fmt, options)
-        self.gate = Gate(PrefillRunner(options.model, self.store, PAGE, options.mtp))
-        tokens = options.chunk_tokens
-        scheduler = PrefillScheduler(tokens, PAGE, options.max_queue, join_tokens=tokens)
-        limits = PrefillLimits(fmt, VOCAB, MODEL.config.max_position_embeddings, SECRET)
-        self.worker = PrefillWorker(self.gate, self.kv, self.store, scheduler, limits)
+        size, tokens = options.page_size, options.chunk_tokens
+        self.facts: list[PrefillStepFacts] = []
+        self.skipped = 0.0
+        """Seconds that the worker's clock is ahead."""
+        self.gate = Gate(
+            PrefillRunner(options.model, self.store, size, options.mtp, options.arithmetic)
+        )
+        scheduler = PrefillScheduler(tokens, size, options.max_queue, join_tokens=tokens)
+        limits = PrefillLimits(
+            fmt, VOCAB, MODEL.config.max_position_embeddings, SECRET, options.grammars
+        )
+        self.worker = PrefillWorker(
+            self.gate,
+            self.kv,
+            self.store,
+            scheduler,
+            limits,
+            observe=self.facts.append,
+            clock=lambda: time.monotonic() + self.skipped,
+        )
 
     def busy(self):
         return [self.worker.queued, self.worker.running, self.worker.finishing]
@@ -181,8 +218,11 @@ class DecodeSide(Side):
             )
         self.receiver = TransferReceiver(self.store, [self.listener])
         self.receiver.start()
-        runner = ScriptedDrafts(options.model, self.store, PAGE)
-        runner.truth = options.truth
+        drafter = ScriptedDrafts(options.model, self.store, options.page_size, options.branches)
+        drafter.truth = options.truth
+        runner = DecodeRunner(
+            options.model, self.store, options.page_size, options.drafts, drafter=drafter
+        )
         self.gate = Gate(runner)
         limits = DecodeLimits(
             instance="decode",
@@ -192,9 +232,13 @@ class DecodeSide(Side):
             hidden_size=MODEL.config.hidden_size,
             secret=SECRET,
             lease_idle_s=options.lease_idle_s,
+            growth_tokens=options.growth_tokens,
+            max_waiting=options.max_waiting,
+            park_bytes=options.park_bytes,
+            grammars=options.grammars,
         )
         scheduler = DecodeScheduler(options.max_batch)
-        self.worker = DecodeWorker(self.gate, self.kv, self.receiver, scheduler, limits)
+        self.worker = DecodeWorker(self.gate, self.kv, self.store, self.receiver, scheduler, limits)
 
     def busy(self):
         return [self.worker.queued, self.worker.running, self.worker.leases]
@@ -226,7 +270,15 @@ class Rig:
 
     def __init__(self, options):
         self.options = options
-        self.format = page_format(MODEL.config, "tiny", "weights", "float32", options.mtp)
+        self.format = page_format(
+            MODEL.config,
+            "tiny",
+            "weights",
+            "float32",
+            options.mtp,
+            options.page_size,
+            options.arithmetic,
+        )
         self.prefills = [PrefillSide(self.format, options) for _ in range(options.prefills)]
         self.decodes = [DecodeSide(self.format, options) for _ in range(options.decodes)]
         self.loops = [
@@ -243,7 +295,7 @@ class Rig:
 
     def hashes(self, prompt, tenant=""):
         root = root_hash(SECRET, self.format.fingerprint(), tenant)
-        return tuple(page_hashes(SECRET, root, prompt, PAGE))
+        return tuple(page_hashes(SECRET, root, prompt, self.options.page_size))
 
     async def reserve(self, prompt, max_tokens=8, decode=0, deadline_ms=60_000, **fields):
         request = ReserveRequest(
@@ -253,6 +305,7 @@ class Rig:
             hashes=self.hashes(prompt),
             max_tokens=max_tokens,
             deadline_ms=deadline_ms,
+            **fields,
         )
         return await self.decodes[decode].worker.reserve(request)
 
@@ -272,13 +325,15 @@ class Rig:
         return await self.prefills[prefill].worker.prefill(request)
 
     def stream_request(self, prompt, lease, first, sampling=None, **fields):
+        answer = fields.pop("answer", 0)
         return StreamRequest(
-            lease_id=lease.lease_id,
+            lease_id=(lease.lease_id, *lease.forks)[answer],
             generation=lease.generation,
             request_id=fields.pop("request_id", "r"),
             attempt=1,
             token_ids=tuple(prompt),
-            first_token=first.token_ids[0],
+            first_token=first.token_ids[answer],
+            sample_index=answer,
             sampling=sampling or SamplingParams(max_tokens=8),
             **fields,
         )
@@ -291,10 +346,9 @@ class Rig:
                 chunks.append(chunk)
         return chunks
 
-    async def release(self, lease, reason="finished", decode=0):
-        await self.decodes[decode].worker.release(
-            ReleaseRequest(lease_id=lease.lease_id, reason=reason)
-        )
+    async def release(self, lease, reason="finished", decode=0, answer=0):
+        lease_id = (lease.lease_id, *lease.forks)[answer]
+        await self.decodes[decode].worker.release(ReleaseRequest(lease_id=lease_id, reason=reason))
 
     async def ask(self, prompt, max_tokens=8, prefill=0, decode=0, eos=(), **sampling):
         """One request as the router makes it."""
@@ -324,7 +378,7 @@ class Rig:
             generation=lease.generation,
             request_id="r",
             num_writes=(lease.num_pages - lease.cached_pages) * layers,
-            first_tokens=(token,),
+            first_tokens=token if isinstance(token, tuple) else (token,),
             last_hidden=hidden,
         )
         await asyncio.to_thread(transfer.finish, fin)

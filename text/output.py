@@ -10,9 +10,13 @@ from pdmesh.text.tokenizer import Tokenizer
 
 
 class OutputText:
-    """Detokeniser and stop strings in one; fed single tokens, so a stop ends at a known one."""
+    """Detokeniser and stop strings in one; fed single tokens, so a stop ends at a known one.
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    A stop string that is complete before token number ``min_tokens`` is text like other.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int = 0) -> None:
+        self._left = min_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._matcher = StopMatcher(stops)
 
@@ -23,11 +27,12 @@ class OutputText:
 
     def add(self, token: int) -> str:
         """The text that can be shown after one more token."""
-        return self._matcher.add(self._detokenizer.add((token,)))[0]
+        self._left -= 1
+        return self._matcher.add(self._detokenizer.add((token,)), self._left <= 0)[0]
 
     def finish(self) -> str:
         """The rest, once no more tokens come; empty after a stop string."""
         if self.stopped:
             return ""
-        text, hit = self._matcher.add(self._detokenizer.finish())
+        text, hit = self._matcher.add(self._detokenizer.finish(), self._left <= 0)
         return text if hit else text + self._matcher.finish()

@@ -27,6 +27,10 @@ class _Needle:
         self.matched += char == self.text[self.matched]
         return self.matched == len(self.text)
 
+    def pass_over(self) -> None:
+        """Goes on after a match that does not count; its end may begin another."""
+        self.matched = self._fallback[self.matched - 1]
+
 
 class StopMatcher:
     """Finds the first stop string to be completed, however the text is cut.
@@ -41,16 +45,22 @@ class StopMatcher:
         self.hit: str | None = None
         """The stop string that was found; nothing is emitted from then on."""
 
-    def add(self, text: str) -> tuple[str, bool]:
-        """The text that may be shown now, and whether a stop string was completed."""
+    def add(self, text: str, counts: bool = True) -> tuple[str, bool]:
+        """The text that may be shown now, and whether a stop string was completed.
+
+        A stop string that is completed in ``text`` while it does not count is text like other.
+        """
         if self.hit is not None:
             return "", True
         if not self._needles:
             return text, False
         for i, char in enumerate(text):
-            complete = [needle.text for needle in self._needles if needle.step(char)]
-            if complete:
-                self.hit = max(complete, key=len)
+            complete = [needle for needle in self._needles if needle.step(char)]
+            if not counts:
+                for needle in complete:
+                    needle.pass_over()
+            elif complete:
+                self.hit = max((needle.text for needle in complete), key=len)
                 seen = self._held + text[: i + 1]
                 self._held = ""
                 return seen[: len(seen) - len(self.hit)], True

@@ -9,6 +9,7 @@ import msgspec
 
 from pdmesh.wire.errors import InvalidRequest
 
+MAX_TOKENS = 1_000_000
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOP_LOGPROBS = 20
@@ -32,8 +33,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``logit_bias`` holds (token id, value added). ``bad_words`` holds token id sequences that the
     answer never contains. ``min_tokens`` keeps end-of-text and ``stop_token_ids`` from being chosen
-    at the first that many positions. ``grammar`` is a grammar that llguidance reads, as
-    ``pdmesh.text.grammar`` makes it; empty means free text.
+    at the first that many positions of the whole answer; ``max_tokens`` of an attempt that goes on
+    with an answer counts what is left, so it may be the smaller of the two. ``grammar`` is one that
+    llguidance reads, as ``pdmesh.text.grammar`` makes it; empty means free text.
     """
 
     max_tokens: int = 256
@@ -56,7 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequest, naming the field, its value and what is allowed."""
-        _between("max_tokens", self.max_tokens, 1, 1_000_000)
+        _between("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         _between("temperature", self.temperature, 0.0, 100.0)
         if not math.isfinite(self.top_p) or not 0.0 < self.top_p <= 1.0:
             raise InvalidRequest(f"top_p is {self.top_p}; it must be over 0 and at most 1")
@@ -83,7 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _between("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _between("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         _at_most("logit_bias", len(self.logit_bias), MAX_BIASED_TOKENS)
         check_token_ids((token for token, _ in self.logit_bias), vocab_size, "logit_bias")
         for token, value in self.logit_bias:

@@ -4,9 +4,12 @@
     any --failure, abort, cancel--> QUARANTINED --drained, connection closed, fence--> FREE
 
 Pages leave QUARANTINED only when the sender has said that it will write no more, or its connection
-is gone, or the receiver checks each write before it lands (then the fence is immediate). There is
-no timer here: a deadline may start a cancel, and nothing else. A generation stops a false
-completion, not a stray write; both rules are needed.
+is gone, or the receiver checks each write before it lands (then the fence is immediate). A timer
+may start something (a cancel, a reminder, a fence) and never ends a quarantine. A generation stops
+a false completion, not a stray write; both rules are needed.
+
+Every write of a generation has its bit: an attempt that follows another has its own generation and
+begins with none set. Pages that were complete before a failure may be kept once the lease is FREE.
 """
 
 from __future__ import annotations
@@ -53,6 +56,17 @@ class ReceiverState:
     @property
     def num_arrived(self) -> int:
         return self.arrived.bit_count()
+
+    @property
+    def complete_pages(self) -> int:
+        """Leading pages of which every layer has arrived: what survives a failure.
+
+        They may be published once the phase is FREE; a further attempt needs only the others.
+        """
+        whole, pages = (1 << self.num_layers) - 1, 0
+        while pages < self.num_pages and self.arrived >> pages * self.num_layers & whole == whole:
+            pages += 1
+        return pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +130,16 @@ class Installed:
     """The owner took over the complete pages."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reminded:
+    """DRAINED is overdue: it, or what asked for it, may have been lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOverdue:
+    """Reminders did not help: the sender is cut off."""
+
+
 Event = (
     Opened
     | WriteArrived
@@ -126,6 +150,8 @@ Event = (
     | ConnectionClosed
     | Cancelled
     | Installed
+    | Reminded
+    | DrainOverdue
 )
 
 
@@ -175,7 +201,14 @@ class Free:
     """No write can land in the pages any more."""
 
 
-Effect = Store | Drop | TellSender | Acknowledge | Deliver | Fail | Free
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Close the connection, so that no write over it can land; ``ConnectionClosed`` follows."""
+
+    reason: str
+
+
+Effect = Store | Drop | TellSender | Acknowledge | Deliver | Fail | Free | Fence
 Step = tuple[ReceiverState, tuple[Effect, ...]]
 
 
@@ -202,6 +235,14 @@ def step(state: ReceiverState, event: Event) -> Step:
             if state.phase is Phase.COMPLETE:
                 return replace(state, phase=Phase.INSTALLED), ()
             return state, (Drop(f"nothing to install: {state.phase.value}"),)
+        case Reminded():
+            if state.phase is Phase.QUARANTINED:
+                return state, (TellSender("the lease is over"),)
+            return state, ()
+        case DrainOverdue():
+            if state.phase is Phase.QUARANTINED:
+                return state, (Fence("the sender did not drain in time"),)
+            return state, ()
         case _:
             assert_never(event)
 
@@ -263,6 +304,8 @@ def _complete(state: ReceiverState, effects: tuple[Effect, ...]) -> Step:
 
 
 def _aborted(state: ReceiverState, generation: int, reason: str) -> Step:
+    if generation == state.generation and state.phase is Phase.RESERVED:
+        return _freed(state, Fail(f"the sender gave up: {reason}"))
     if why := _stale(state, generation):
         return state, (Drop(why),)
     return _quarantine(state, (Fail(f"the sender gave up: {reason}"),))
@@ -274,9 +317,9 @@ def _drained(state: ReceiverState, generation: int) -> Step:
     match state.phase:
         case Phase.QUARANTINED:
             return replace(state, phase=Phase.FREE), (Free(),)
-        case Phase.FILLING:
+        case Phase.RESERVED | Phase.FILLING:
             return _freed(state, Fail("the sender stopped writing"))
-        case Phase.RESERVED | Phase.COMPLETE | Phase.INSTALLED | Phase.FREE:
+        case Phase.COMPLETE | Phase.INSTALLED | Phase.FREE:
             return state, (Drop(f"the lease is {state.phase.value}"),)
         case _:
             assert_never(state.phase)

@@ -1,10 +1,15 @@
 """One transfer as its sender sees it: a pure function ``(state, event) -> (state, effects)``.
 
     IDLE --Granted--> GRANTED --first write--> SENDING --Finished--> FIN_SENT --ack--> DONE
+    IDLE --Leased--> OPENING --Granted--> GRANTED
     any --abort, refusal--> DRAINING --no write under way--> DRAINED
 
+A transport whose receiver checks each write is granted at once; a one-sided one needs the places
+of the pages first (``Leased``, then ``Granted`` when they are known).
+
 A transfer aborted before its grant goes straight to DRAINED, which is final: a grant that comes
-late finds this tombstone and nothing is ever written for it.
+late finds this tombstone and nothing is ever written for it. A receiver that asks again is told
+DRAINED again.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ class Phase(Enum):
     """Where a transfer stands at its sender."""
 
     IDLE = "idle"
+    OPENING = "waiting for the places of the pages"
     GRANTED = "granted"
     SENDING = "sending"
     FIN_SENT = "waiting for the acknowledgement"
@@ -41,6 +47,8 @@ class SenderState:
     """Bit ``page * num_layers + layer`` is set for each write made."""
     in_flight: int = 0
     """Writes whose memory the transport may still read (or, one-sided, write at the peer)."""
+    fin: Fin | None = None
+    """What FIN said, to say it again."""
 
     @property
     def num_writes(self) -> int:
@@ -53,8 +61,13 @@ class SenderState:
 
 
 @dataclass(frozen=True, slots=True)
+class Leased:
+    """The lease is here and a connection stands; the receiver has to say where the pages are."""
+
+
+@dataclass(frozen=True, slots=True)
 class Granted:
-    """The lease is here and a connection stands."""
+    """The lease is here, a connection stands, and writes find their pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +114,14 @@ class ConnectionClosed:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Reminded:
+    """An answer is overdue: the last message or its answer may have been lost."""
+
+
 Event = (
-    Granted
+    Leased
+    | Granted
     | Pushed
     | WritesDone
     | Finished
@@ -110,6 +129,7 @@ Event = (
     | AbortRequested
     | ReceiverRefused
     | ConnectionClosed
+    | Reminded
 )
 
 
@@ -165,10 +185,12 @@ def step(state: SenderState, event: Event) -> Step:
         InternalError: the caller pushed a page's layer twice, or after finish, or finished twice.
     """
     match event:
-        case Granted():
+        case Leased():
             if state.phase is Phase.IDLE:
-                return replace(state, phase=Phase.GRANTED), (PostOpen(),)
+                return replace(state, phase=Phase.OPENING), (PostOpen(),)
             return state, ()
+        case Granted():
+            return _granted(state)
         case Pushed(page, layer):
             return _pushed(state, page, layer)
         case WritesDone(count):
@@ -182,11 +204,41 @@ def step(state: SenderState, event: Event) -> Step:
         case AbortRequested(reason):
             return _aborted(state, reason, (PostAbort(reason),))
         case ReceiverRefused(reason):
-            return _aborted(state, f"the receiver refused: {reason}", ())
+            return _refused(state, f"the receiver refused: {reason}")
         case ConnectionClosed(reason):
             return _closed(state, reason)
+        case Reminded():
+            return state, _reminder(state)
         case _:
             assert_never(event)
+
+
+def _granted(state: SenderState) -> Step:
+    match state.phase:
+        case Phase.IDLE:
+            return replace(state, phase=Phase.GRANTED), (PostOpen(),)
+        case Phase.OPENING:
+            return replace(state, phase=Phase.GRANTED), ()
+        case (
+            Phase.GRANTED
+            | Phase.SENDING
+            | Phase.FIN_SENT
+            | Phase.DONE
+            | Phase.DRAINING
+            | Phase.DRAINED
+        ):
+            return state, ()
+        case _:
+            assert_never(state.phase)
+
+
+def _reminder(state: SenderState) -> tuple[Effect, ...]:
+    """The message of ``state`` that an answer is due to."""
+    if state.phase is Phase.OPENING:
+        return (PostOpen(),)
+    if state.phase is Phase.FIN_SENT and state.fin is not None:
+        return (PostFin(state.fin),)
+    return ()
 
 
 def _pushed(state: SenderState, page: int, layer: int) -> Step:
@@ -204,7 +256,7 @@ def _pushed(state: SenderState, page: int, layer: int) -> Step:
             return sending, (PostWrite(page, layer),)
         case Phase.DRAINING | Phase.DRAINED:
             return state, ()
-        case Phase.IDLE | Phase.FIN_SENT | Phase.DONE:
+        case Phase.IDLE | Phase.OPENING | Phase.FIN_SENT | Phase.DONE:
             raise InternalError(f"page {page} was pushed while the transfer is {state.phase.value}")
         case _:
             assert_never(state.phase)
@@ -225,10 +277,10 @@ def _finished(state: SenderState, fin: Fin) -> Step:
             if fin.num_writes != state.num_writes:
                 reason = f"FIN counts {fin.num_writes} writes, {state.num_writes} were made"
                 return _aborted(state, reason, (PostAbort(reason),))
-            return replace(state, phase=Phase.FIN_SENT), (PostFin(fin),)
+            return replace(state, phase=Phase.FIN_SENT, fin=fin), (PostFin(fin),)
         case Phase.DRAINING | Phase.DRAINED:
             return state, ()
-        case Phase.IDLE | Phase.FIN_SENT | Phase.DONE:
+        case Phase.IDLE | Phase.OPENING | Phase.FIN_SENT | Phase.DONE:
             raise InternalError(f"finish was called while the transfer is {state.phase.value}")
         case _:
             assert_never(state.phase)
@@ -238,7 +290,7 @@ def _aborted(state: SenderState, reason: str, post: tuple[Effect, ...]) -> Step:
     match state.phase:
         case Phase.IDLE:
             return replace(state, phase=Phase.DRAINED), (Fail(reason),)
-        case Phase.GRANTED | Phase.SENDING | Phase.FIN_SENT:
+        case Phase.OPENING | Phase.GRANTED | Phase.SENDING | Phase.FIN_SENT:
             if state.in_flight == 0:
                 drained = replace(state, phase=Phase.DRAINED)
                 return drained, (Fail(reason), *post, CancelQueued(), PostDrained())
@@ -250,13 +302,23 @@ def _aborted(state: SenderState, reason: str, post: tuple[Effect, ...]) -> Step:
             assert_never(state.phase)
 
 
+def _refused(state: SenderState, reason: str) -> Step:
+    """The receiver waits for DRAINED, whether or not it was said before."""
+    if state.phase is Phase.DRAINED:
+        return state, (PostDrained(),)
+    refused, effects = _aborted(state, reason, ())
+    if state.phase is Phase.IDLE:
+        effects = (*effects, PostDrained())
+    return refused, effects
+
+
 def _closed(state: SenderState, reason: str) -> Step:
     match state.phase:
         case Phase.DONE | Phase.DRAINED:
             return replace(state, in_flight=0), ()
         case Phase.DRAINING:
             return replace(state, phase=Phase.DRAINED, in_flight=0), ()
-        case Phase.IDLE | Phase.GRANTED | Phase.SENDING | Phase.FIN_SENT:
+        case Phase.IDLE | Phase.OPENING | Phase.GRANTED | Phase.SENDING | Phase.FIN_SENT:
             lost = replace(state, phase=Phase.DRAINED, in_flight=0)
             return lost, (Fail(f"the connection to the receiver was lost: {reason}"),)
         case _:

@@ -1,0 +1,59 @@
+"""Settings that are each allowed but do not go together, or not with the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from pdmesh.launch.topology import Topology
+from pdmesh.wire.errors import ConfigError
+
+
+def check_together(topology: Topology) -> None:
+    """Looks at a topology as a whole, before anything starts.
+
+    Raises:
+        ConfigError: one sentence with the fix.
+    """
+    config = _config(topology.model_path)
+    _check_drafts(topology, config)
+    _check_page(topology, config)
+    router, port = topology.router.metrics_port, topology.mesh.port
+    if port and router == port:
+        with topology.blamed("router", "metrics_port"):
+            raise ConfigError(f"port {port} is the public one; give the metrics another")
+
+
+def _check_drafts(topology: Topology, config: Mapping[str, object]) -> None:
+    asked = ("decode", "draft_tokens") in topology.origins and topology.decode.draft_tokens != 0
+    if not asked:
+        return
+    with topology.blamed("decode", "draft_tokens"):
+        if not topology.model.mtp:
+            raise ConfigError(
+                "drafts come from the MTP module, which is off; ask for 0, or leave MTP on"
+            )
+        if config and not config.get("num_nextn_predict_layers"):
+            raise ConfigError(
+                f"drafts come from an MTP module, and {topology.model_path} has none; ask for 0"
+            )
+
+
+def _check_page(topology: Topology, config: Mapping[str, object]) -> None:
+    context, page_size = config.get("max_position_embeddings"), topology.model.page_size
+    if isinstance(context, int) and page_size > context:
+        with topology.blamed("model", "page_size"):
+            raise ConfigError(
+                f"a page of {page_size} tokens is longer than the model's context of {context}; "
+                "give a smaller page_size"
+            )
+
+
+def _config(model_path: Path) -> Mapping[str, object]:
+    """The checkpoint's config.json; empty where it cannot be read, which others complain about."""
+    try:
+        config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}

@@ -1,0 +1,1 @@
+"""Explicit-state checking of the transfer and migration protocols over a network that misbehaves."""
