@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / ".pythonpath")]
 
 import meshes  # noqa: E402 - the path is set above
 
+from pdmesh.launch.status import collect  # noqa: E402
 from pdmesh.launch.topology import shipped_model  # noqa: E402
 from pdmesh.model.checkpoint import save_checkpoint  # noqa: E402
 from pdmesh.model.weights import load_model  # noqa: E402
@@ -102,6 +103,35 @@ async def through_mesh(
         return time.perf_counter() - began, list(answers)
 
 
+class DecodeSteps:
+    """What the decode workers count of their steps, between two looks."""
+
+    NAMES = ("step_duration_seconds", "engine_overhead_seconds", "step_batch_size")
+
+    def __init__(self, mesh: meshes.Mesh) -> None:
+        self._mesh = mesh
+        self._before = self._look()
+
+    def _look(self) -> dict[str, float]:
+        lines = asyncio.run(collect(self._mesh.info["redis_url"], self._mesh.info["name"]))
+        found = [meshes.scrape(line.metrics) for line in lines if line.role == "decode"]
+        wanted = [f"pdmesh_{name}_{part}" for name in self.NAMES for part in ("sum", "count")]
+        return {name: sum(samples[name] for samples in found) for name in wanted}
+
+    def report(self) -> str:
+        """One sentence: the share of the steps since the start that is not model and sampler."""
+        now = self._look()
+        change = {name: now[name] - self._before[name] for name in now}
+        steps = change["pdmesh_step_duration_seconds_count"]
+        seconds = change["pdmesh_step_duration_seconds_sum"]
+        share = 100 * change["pdmesh_engine_overhead_seconds_sum"] / seconds
+        batch = change["pdmesh_step_batch_size_sum"] / steps
+        return (
+            f"decode steps: {steps:.0f} of {1e3 * seconds / steps:.1f} ms, {batch:.1f} chats each; "
+            f"{share:.1f} % of their time is neither model nor sampler"
+        )
+
+
 def encode(checkpoint: Path, questions: tuple[str, ...]) -> list[list[int]]:
     from pdmesh.text.template import load_template
     from pdmesh.text.tokenizer import load_tokenizer
@@ -159,6 +189,7 @@ def measure(options: argparse.Namespace, mesh: meshes.Mesh) -> dict[str, list[fl
     theirs.generate(few[:1], 8)
     asyncio.run(through_mesh(mesh.address, few[:1], 8, "warm-up"))
     rates: dict[str, list[float]] = {}
+    shares: list[str] = []
     alone: list[meshes.Answer] = []
     together: list[meshes.Answer] = []
     for number in range(options.rounds):
@@ -176,10 +207,13 @@ def measure(options: argparse.Namespace, mesh: meshes.Mesh) -> dict[str, list[fl
         seconds, batched = theirs.generate(many, tokens)
         name = f"transformers, batch {len(many)}"
         rates.setdefault(name, []).append(tokens * len(many) / seconds)
+        steps = DecodeSteps(mesh)
         seconds, answers = asyncio.run(through_mesh(mesh.address, many, tokens, f"all-{number}"))
+        shares.append(steps.report())
         together += answers
         rates.setdefault(f"pdmesh, {len(many)} chats", []).append(tokens * len(many) / seconds)
     print(agreement(answers, batched))
+    print("\n".join(shares))
     for title, sample in (("1 chat", alone), (f"{len(many)} chats", together)):
         print(f"\n{title}:")
         for row in latency_table(sample):
@@ -205,10 +239,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="rounds, sides taking turns (3)")
     parser.add_argument("--threads", type=int, default=2, help="threads of transformers (2)")
     parser.add_argument("--model", type=Path, help="checkpoint directory (the shipped model)")
+    parser.add_argument("--drafts", type=int, help="MTP drafts a step (what pdmesh up takes)")
     parser.add_argument("--json", type=Path, help="also write the rates of every round here")
     options = parser.parse_args()
     arguments = ["--model", str(options.model)] if options.model else []
-    with meshes.running_mesh(*arguments) as mesh:
+    settings = "" if options.drafts is None else f"draft_tokens = {options.drafts}\n"
+    topology = f"[decode]\nmetrics_port = 9200\n{settings}"
+    with meshes.running_mesh(*arguments, topology=topology) as mesh:
         rates = measure(options, mesh)
     report(rates)
     if options.json:

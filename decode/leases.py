@@ -69,7 +69,7 @@ class Leases:
         self._quarantines: dict[str, int] = {}
         self._numbers = itertools.count()
         self._loop = asyncio.get_running_loop()
-        self._num_waiting = 0
+        self._turns: dict[str, asyncio.Future[Lease]] = {}
         receiver.on_drained = self.drained
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class Leases:
     @property
     def waiting(self) -> int:
         """Reservations that wait for room."""
-        return self._num_waiting
+        return len(self._turns)
 
     def find(self, lease_id: str) -> LeaseEntry | None:
         return self._entries.get(lease_id)
@@ -122,14 +122,16 @@ class Leases:
     async def _wait(
         self, request: ReserveRequest, need: PageNeed, place: Rank, deadline: float
     ) -> Lease | None:
-        if self._num_waiting >= self._limits.max_waiting:
-            raise Overloaded(f"{self._num_waiting} requests wait for pages already")
+        if self.waiting >= self._limits.max_waiting:
+            raise Overloaded(f"{self.waiting} requests wait for pages already")
         left = deadline - self._loop.time()
-        self._num_waiting += 1
+        ticket = request.ticket or new_request_id()
+        granted = self._turns[ticket] = self._loop.create_future()
         try:
             lease = await wait_for_lease(
                 self.room,
                 place,
+                granted,
                 lambda: self._try(request, need, place, deadline),
                 min(request.wait_ms / 1e3, left),
             )
@@ -138,10 +140,16 @@ class Leases:
                 self.free(self._entries[lease_id])
             raise
         finally:
-            self._num_waiting -= 1
+            self._turns.pop(ticket, None)
         if lease is None and left * 1e3 <= request.wait_ms:
             raise DeadlineExceeded("the deadline of the request has passed while it waited")
         return lease
+
+    def withdraw(self, ticket: str) -> None:
+        """Ends the wait of a reservation. One that has its lease keeps it: its caller gets it."""
+        granted = self._turns.get(ticket)
+        if granted is not None and not granted.done():
+            granted.set_exception(Cancelled("the reservation was withdrawn while it waited"))
 
     def _try(
         self, request: ReserveRequest, need: PageNeed, place: Rank, deadline: float

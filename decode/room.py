@@ -50,15 +50,21 @@ class Room:
 
 
 async def wait_for_lease(
-    room: Room, rank: Rank, grant: Callable[[], Lease | None], wait_s: float
+    room: Room,
+    rank: Rank,
+    granted: asyncio.Future[Lease],
+    grant: Callable[[], Lease | None],
+    wait_s: float,
 ) -> Lease | None:
     """What ``grant`` gives once it is this one's turn and there is room; None when it is too late.
 
+    Args:
+        granted: gets the lease; an error set from outside ends the wait.
+
     Raises:
-        PdmeshError: what ``grant`` raised.
+        PdmeshError: what ``grant`` raised, or was set from outside.
         asyncio.CancelledError: the caller was cut; CutWithLease if a lease had just been granted.
     """
-    granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
     waiter = Waiter(rank, lambda: _attempt(granted, grant))
     room.add(waiter)
     try:

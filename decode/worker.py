@@ -138,7 +138,8 @@ class DecodeWorker:
 
         Raises:
             LeaseGone: the lease is over.
-            InvalidRequest: it is being streamed already, or was reserved for something else.
+            InvalidRequest: it is being streamed already, was reserved for something else, or its
+                grammar is stuck.
             TransferFailed: the pages did not arrive; nothing was generated.
             Cancelled: the lease was released, or its deadline passed, meanwhile.
             Preempted: its pages were needed by others, and could not be kept either.
@@ -203,8 +204,9 @@ class DecodeWorker:
     async def release(self, request: ReleaseRequest) -> Empty:
         """Ends a lease, whatever its state, and returns when its pages are free or in quarantine.
 
-        Idempotent.
+        Takes a reservation that waits out of the line, if it is its ticket. Idempotent.
         """
+        self._leases.withdraw(request.lease_id)
         entry = self._leases.find(request.lease_id)
         if entry is not None:
             why = f"the lease was released: {request.reason}"
@@ -251,7 +253,11 @@ class DecodeWorker:
         try:
             await self._run_step([sequence])
         except _StepFailed as failed:
-            self._let_go(sequence.entry, InternalError(f"decode step failed: {failed.__cause__}"))
+            cause = failed.__cause__
+            if isinstance(cause, InvalidRequest):  # the request itself is to blame
+                self._let_go(sequence.entry, cause)
+            else:
+                self._let_go(sequence.entry, InternalError(f"decode step failed: {cause}"))
 
     async def _run_step(self, batch: list[DecodeSequence]) -> None:
         began = time.perf_counter()

@@ -63,5 +63,36 @@ def dequantise_blocks(
     expected = (-(-n // block[0]), -(-k // block[1]))
     if tuple(scales.shape) != expected:
         raise ValueError(f"scales are {tuple(scales.shape)}, the blocks need {expected}")
-    view = _block_view(quantised.float(), block) * scales.float()[:, None, :, None]
-    return view.flatten(2, 3).flatten(0, 1)[:n, :k].contiguous()
+    return dequantise_part(quantised, scales, (0, 0), block)
+
+
+def dequantise_part(
+    part: Tensor,
+    scales: Tensor,
+    start: tuple[int, int],
+    block: tuple[int, int] = (BLOCK, BLOCK),
+) -> Tensor:
+    """A part of a matrix times the scales of the whole: [rows, columns] float32.
+
+    The part may begin and end inside a block, so a shard needs no block grid of its own.
+
+    Args:
+        part: float8_e4m3fn [rows, columns] of the matrix.
+        scales: of the whole matrix, [n blocks, k blocks].
+        start: row and column of the matrix where the part begins.
+        block: rows and columns of a block.
+
+    Raises:
+        ValueError: the part reaches beyond the blocks that have a scale.
+    """
+    spread = scales.float()
+    for dim in (0, 1):
+        first, size = start[dim], part.shape[dim]
+        if not 0 <= first <= first + size <= scales.shape[dim] * block[dim]:
+            raise ValueError(
+                f"{'rows' if dim == 0 else 'columns'} {first} to {first + size} are not all in the "
+                f"{scales.shape[dim]} blocks of {block[dim]} that have scales"
+            )
+        positions = torch.arange(first, first + size, device=scales.device)
+        spread = spread.index_select(dim, positions // block[dim])
+    return part.float() * spread

@@ -269,6 +269,8 @@ class TransferSender:
         """What a receiver says (transport threads)."""
         transfer = self._find(link, (message.lease_id, message.generation))
         if transfer is None:
+            if isinstance(message, Abort):
+                self._never_writes(link, message)
             return
         match message:
             case Done():
@@ -297,6 +299,15 @@ class TransferSender:
                 del self._links[target]
         for transfer in hit:
             transfer._step(protocol.ConnectionClosed(reason))
+
+    def _never_writes(self, link: Link, message: Abort) -> None:
+        """A receiver asks about a transfer that is over or was never opened: it has drained."""
+        key = (message.lease_id, message.generation)
+        with self._lock:
+            if key in self._transfers:
+                return
+            self._bury(key)
+        link.send(Drained(*key))
 
     def _check_new(self, key: Key) -> None:
         with self._lock:

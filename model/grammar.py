@@ -30,6 +30,8 @@ class Grammar:
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher = matcher
+        self._masks: dict[tuple[int, ...], Mask] = {}
+        """By path, at the present place: ``allowed`` needs what ``mask`` is asked for next."""
 
     def copy(self) -> Grammar:
         """The same place in the same grammar; the two go on without each other."""
@@ -48,17 +50,31 @@ class Grammar:
         Raises:
             InvalidRequest: the grammar is too complex to go on here, or nothing matches it.
         """
+        known = self._masks.get(tuple(path))
+        if known is not None:
+            return known
         matcher = self._matcher.deep_copy() if path else self._matcher
         if path:
             matcher.try_consume_tokens(list(path))
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be followed: {_stuck(matcher)}")
+        self._masks[tuple(path)] = bits
         return bits
 
     def allowed(self, path: Sequence[int]) -> int:
-        """How many leading tokens of ``path`` may follow."""
-        return int(self._matcher.validate_tokens(list(path)))
+        """How many leading tokens of ``path`` may follow and can be followed by something.
+
+        A token after which the grammar is stuck may be chosen and then ends the request with an
+        error; as a draft that is never chosen it must not.
+        """
+        most = int(self._matcher.validate_tokens(list(path)))
+        for length in range(1, most + 1):
+            try:
+                self.mask(path[:length])
+            except InvalidRequest:
+                return length - 1
+        return most
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Takes tokens into the answer.
@@ -73,6 +89,7 @@ class Grammar:
                 f"token {tokens[taken]} of the answer is not one that its grammar allows"
             )
         self._matcher = ahead
+        self._masks = {}
 
 
 class Grammars:

@@ -35,6 +35,7 @@ from pdmesh.prefill.work import PrefillLimits, Work
 from pdmesh.wire.errors import (
     DeadlineExceeded,
     InternalError,
+    InvalidRequest,
     Overloaded,
     PdmeshError,
     TransferFailed,
@@ -240,7 +241,7 @@ class PrefillWorker:
         for (work, chunk), outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 self._scheduler.drop(work.job)
-                work.refuse(InternalError(f"prefill step failed: {outcome}"))
+                work.refuse(_told(outcome))
                 self._give_up(work, f"step failed: {outcome}")
             else:
                 self._apply(work, chunk, outcome)
@@ -349,6 +350,13 @@ class PrefillWorker:
         self._steps.close()
         for pool in (self._compilers, self._openers, self._enders):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _told(failure: Exception) -> PdmeshError:
+    """What the caller hears of a failed step: as it is where the request itself is to blame."""
+    if isinstance(failure, InvalidRequest):
+        return failure
+    return InternalError(f"prefill step failed: {failure}")
 
 
 def _abort_late(opening: asyncio.Future[Transfer]) -> None:

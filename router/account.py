@@ -124,10 +124,12 @@ class Account:
             self._metrics.preemptions.inc()
         else:
             self._metrics.failed_attempts.labels(failure.worker.role).inc()
+        well = "preempted" if failure.preempted else "no_room"
+        name = "attempt_failed" if failure.broken else well
         event(
             log,
-            "preempted" if failure.preempted else "attempt_failed",
-            logging.INFO if failure.preempted else logging.WARNING,
+            name,
+            logging.WARNING if failure.broken else logging.INFO,
             request=run.request.request_id,
             answer=run.index,
             attempt=run.gate.attempt,

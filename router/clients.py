@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
+
 from pdmesh.router.failure import AttemptFailed, blame
 from pdmesh.router.leases import HeldLease, Releaser, Reserved, release_all
 from pdmesh.wire.errors import PdmeshError, Unavailable, WorkerLost
+from pdmesh.wire.ids import new_request_id
 from pdmesh.wire.logs import event
 from pdmesh.wire.messages import (
     Empty,
@@ -69,11 +72,14 @@ class DecodeClient:
         """Pages for all answers of a request; on leaving, those still held are released.
 
         A reservation that is cancelled while it is on its way is released when its answer comes;
-        one that waits for room is taken out of the worker's queue.
+        one that waits for room is withdrawn first. Its call is not cut: a lease that is granted at
+        that moment would be lost on its way.
 
         Raises:
             AttemptFailed: the worker has no room, or is gone.
         """
+        if request.wait_ms:
+            request = msgspec.structs.replace(request, ticket=new_request_id())
         answer = self.background.spawn(
             self.client.unary(
                 "Reserve", request, Lease, timeout=RESERVE_TIMEOUT + request.wait_ms / 1e3
@@ -83,9 +89,7 @@ class DecodeClient:
             with blame(self.record):
                 lease = await asyncio.shield(answer)
         except asyncio.CancelledError:
-            if request.wait_ms:
-                answer.cancel()
-            self.background.spawn(self._release_late(answer, request.request_id))
+            self.background.spawn(self._withdraw(answer, request))
             raise
         async with AsyncExitStack() as stack:
             held = self._held(lease, request.request_id)
@@ -108,6 +112,13 @@ class DecodeClient:
             HeldLease(lease_id, lease.generation, self.record.instance, self._releaser(request_id))
             for lease_id in (lease.lease_id, *lease.forks)
         )
+
+    async def _withdraw(self, answer: asyncio.Task[Lease], request: ReserveRequest) -> None:
+        if request.ticket and not answer.done():
+            await self._release(request.ticket, "cancelled", request.request_id)
+            await asyncio.wait({answer}, timeout=RELEASE_TIMEOUT)
+            answer.cancel()  # for a worker that did not hear of it
+        await self._release_late(answer, request.request_id)
 
     async def _release_late(self, answer: asyncio.Task[Lease], request_id: str) -> None:
         try:

@@ -176,7 +176,8 @@ class Service:
 
     def _answers(self, request: GenerateRequest) -> Answers:
         sampling = request.sampling
-        eos = () if sampling.ignore_eos else self._tokenizer.ids.eos
+        free = sampling.ignore_eos and not sampling.grammar  # after its grammar nothing follows
+        eos = () if free else self._tokenizer.ids.eos
         limits = Limits(
             max_tokens=sampling.max_tokens,
             stop_ids=frozenset((*eos, *sampling.stop_token_ids)),

@@ -273,12 +273,14 @@ async def ask(
     timeout: float = 120,
     tenant: str = "",
     into: Answer | None = None,
+    leave_after: int | None = None,
     **sampling,
 ) -> Answer:
     """Streams one answer to token ids or to a user message.
 
     Args:
         into: where the answer grows, for those who watch it.
+        leave_after: the client leaves once it has so many tokens.
     """
     request = chat_pb2.ChatRequest(
         sampling=chat_pb2.Sampling(**{"temperature": 0.0, **sampling}),
@@ -289,7 +291,8 @@ async def ask(
     else:
         request.prompt_token_ids.extend(prompt)
     answer, began = into or Answer(), time.monotonic()
-    async for response in stub.StreamChat(request, timeout=timeout):
+    call = stub.StreamChat(request, timeout=timeout)
+    async for response in call:
         now = time.monotonic() - began
         if response.token_ids and not answer.token_ids:
             answer.first_token_s = now
@@ -302,5 +305,8 @@ async def ask(
         if response.finish_reason:
             answer.finish = response.finish_reason
             answer.usage, answer.timing = response.usage, response.timing
+        if leave_after is not None and len(answer.token_ids) >= leave_after:
+            call.cancel()
+            break
     answer.total_s = time.monotonic() - began
     return answer

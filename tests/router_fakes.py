@@ -14,7 +14,7 @@ import msgspec
 from pdmesh.router.config import RouterConfig
 from pdmesh.router.server import Router
 from pdmesh.wire import chat_pb2, chat_pb2_grpc
-from pdmesh.wire.errors import Overloaded, Preempted
+from pdmesh.wire.errors import Cancelled, Overloaded, Preempted
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
 from pdmesh.wire.messages import (
@@ -223,6 +223,9 @@ class FakeDecode(FakeWorker):
     freed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set: there is room for those that wait."""
     waiting: list[ReserveRequest] = field(default_factory=list)
+    withdrawn: list[str] = field(default_factory=list)
+    """Tickets of reservations taken out of the line."""
+    turns: dict[str, asyncio.Task] = field(default_factory=dict)
     preempt_at: list[int] = field(default_factory=list)
     """Output positions before which one sequence gives its pages up."""
     fail_answer: dict[int, tuple[int, Exception]] = field(default_factory=dict)
@@ -260,18 +263,27 @@ class FakeDecode(FakeWorker):
         if not request.wait_ms or self.queue_full:
             raise Overloaded("no pages")
         self.waiting.append(request)
+        turn = self.turns[request.ticket] = asyncio.ensure_future(self.freed.wait())
         try:
-            async with asyncio.timeout(request.wait_ms / 1e3):
-                await self.freed.wait()
-        except TimeoutError:
-            raise Overloaded("no pages in time") from None
+            await asyncio.wait({turn}, timeout=request.wait_ms / 1e3)
         finally:
             self.waiting.remove(request)
+            del self.turns[request.ticket]
+            left = turn.cancelled()
+            turn.cancel()
+        if left:
+            raise Cancelled("withdrawn")
+        if not self.freed.is_set():
+            raise Overloaded("no pages in time")
 
     async def release(self, request: ReleaseRequest) -> Empty:
         if "Release" in self.hold:
             self.reached["Release"].set()
             await self.hold["Release"].wait()
+        if request.lease_id in self.turns:
+            self.withdrawn.append(request.lease_id)
+            self.turns[request.lease_id].cancel()
+            return Empty()
         self.released.append(request)
         self.leases.discard(request.lease_id)
         return Empty()

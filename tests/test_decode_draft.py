@@ -13,10 +13,14 @@ MOST = 4
 
 
 class World:
-    """Steps that cost ``base`` and ``row`` seconds a row; the draft of depth d hits with q[d]."""
+    """Steps that cost ``base``, ``row`` seconds a row and ``mtp`` a pass of the MTP layer.
 
-    def __init__(self, shares, base=1.0, row=0.0, seed=0, noise=0.0):
+    The draft of depth d hits with q[d].
+    """
+
+    def __init__(self, shares, base=1.0, row=0.0, seed=0, noise=0.0, mtp=0.0):
         self.shares, self.base, self.row, self.noise = list(shares), base, row, noise
+        self.mtp = mtp
         self.random = random.Random(seed)
         self.policy = DraftPolicy(MOST)
 
@@ -30,7 +34,7 @@ class World:
                 if self.random.random() >= self.shares[depth]:
                     break
                 right[depth] += 1
-        seconds = self.base + self.row * sequences * (1 + drafts)
+        seconds = self.seconds(sequences, drafts)
         seconds *= 1.0 + self.noise * (self.random.random() - 0.5)
         self.policy.observe(sequences, drafts, tried, right, seconds)
         return sequences + sum(right), seconds
@@ -44,9 +48,23 @@ class World:
         total = [self.step(sequences) for _ in range(steps)]
         return sum(t for t, _ in total) / sum(s for _, s in total)
 
+    def seconds(self, sequences, drafts):
+        return self.base + self.row * sequences * (1 + drafts) + self.mtp * drafts
+
     def true_rate(self, sequences, drafts):
         tokens = 1.0 + sum(itertools.accumulate(self.shares[:drafts], lambda a, b: a * b))
-        return sequences * tokens / (self.base + self.row * sequences * (1 + drafts))
+        return sequences * tokens / self.seconds(sequences, drafts)
+
+    def share_of_best(self, sequences, steps):
+        """The rate that the next steps' numbers of drafts are good for, by that of the best one."""
+        chosen = []
+        for _ in range(steps):
+            chosen.append(self.policy.choose(sequences))
+            self.step(sequences)
+        seconds = [self.seconds(sequences, k) for k in chosen]
+        tokens = sum(s * self.true_rate(sequences, k) for s, k in zip(seconds, chosen, strict=True))
+        best = max(self.true_rate(sequences, k) for k in range(MOST + 1))
+        return tokens / sum(seconds) / best
 
 
 @pytest.mark.parametrize("sequences", [1, 4, 16, 64])
@@ -139,6 +157,55 @@ def test_sizes_that_count_as_the_same_differ_little():
     ]
     for n in range(1, 300):
         assert n <= batch_bucket(n) < 1.5 * n
+
+
+REAL = {"row": 0.12, "mtp": 0.1}
+"""Parts of a small model's step on a CPU."""
+TEXTS = {
+    "usual": [0.8, 0.7, 0.65, 0.6],
+    "hard": [0.2] * MOST,
+    "half": [0.5] * MOST,
+    "easy": [0.95] * MOST,
+}
+
+
+def mean_shares(shares, sequences, noise, seeds=8):
+    """Share of the best fixed number's rate, mean of several runs: steps 1-50, steps 51-150."""
+    early, later = [], []
+    for seed in range(seeds):
+        world = World(shares, seed=seed, noise=noise, **REAL)
+        early.append(world.share_of_best(sequences, 50))
+        later.append(world.share_of_best(sequences, 100))
+    return sum(early) / seeds, sum(later) / seeds
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_one_chat_gets_the_best_fixed_numbers_rate_but_for_a_twentieth_within_50_steps(text):
+    early, later = mean_shares(TEXTS[text], 1, noise=0.0)
+    assert early >= 0.95
+    assert later >= 0.98
+
+
+@pytest.mark.parametrize("sequences", [1, 4, 16])
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_machine_whose_steps_vary_by_a_tenth_costs_little(text, sequences):
+    early, later = mean_shares(TEXTS[text], sequences, noise=0.2)
+    assert early >= 0.88
+    assert later >= 0.95
+
+
+def test_a_size_never_met_begins_with_what_its_neighbours_taught():
+    for shares, at_8 in (TEXTS["hard"], 0), (TEXTS["easy"], MOST):
+        world = World(shares, row=0.01, mtp=0.25 if not at_8 else 0.01)
+        assert world.run(8, 100) == at_8
+        assert [world.policy.choose(n) for n in (6, 4, 3, 2)] == [at_8] * 4
+
+
+def test_a_first_step_that_warmed_something_up_is_forgotten_when_its_number_comes_again():
+    world = World(TEXTS["usual"], **REAL)
+    first = world.policy.choose(1)
+    world.policy.observe(1, first, [1] * MOST, [1, 0, 0, 0], 50.0)
+    assert world.share_of_best(1, 50) >= 0.9
 
 
 @settings(max_examples=30, deadline=None)

@@ -15,6 +15,7 @@ from pdmesh.wire.errors import (
     Overloaded,
     TransferFailed,
 )
+from pdmesh.wire.messages import ReleaseRequest
 from pdmesh.wire.sampling import SamplingParams
 
 SEEDED = {"temperature": 0.8, "seed": 11}
@@ -243,6 +244,34 @@ async def test_a_caller_that_is_cut_as_it_gets_room_leaves_nothing_behind():
         cut.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cut
+        assert mesh.decode.worker.leases == 0
+
+
+async def test_a_reservation_can_be_withdrawn_while_it_waits():
+    async with rig(pages=2) as mesh:
+        held = await mesh.reserve(prompt_of(PAGE), 1)
+        waits = asyncio.ensure_future(
+            mesh.reserve(prompt_of(PAGE), 1, wait_ms=20_000, ticket="mine")
+        )
+        await until(lambda: mesh.decode.worker.queued == 1)
+        behind = asyncio.ensure_future(mesh.reserve(prompt_of(9), 1, wait_ms=20_000, ticket="b"))
+        await until(lambda: mesh.decode.worker.queued == 2)
+        await mesh.decode.worker.release(ReleaseRequest(lease_id="mine", reason="cancelled"))
+        with pytest.raises(Cancelled, match="withdrawn"):
+            await waits
+        assert mesh.decode.worker.queued == 1
+        await mesh.release(held)
+        await mesh.release(await behind)
+
+
+async def test_a_reservation_withdrawn_as_it_gets_room_is_answered_with_its_lease():
+    async with rig(pages=2) as mesh:
+        held = await mesh.reserve(prompt_of(PAGE), 1)
+        waits = asyncio.ensure_future(mesh.reserve(prompt_of(5), 1, wait_ms=20_000, ticket="mine"))
+        await until(lambda: mesh.decode.worker.queued == 1)
+        mesh.decode.worker._leases.free(mesh.decode.worker._leases.find(held.lease_id))
+        await mesh.decode.worker.release(ReleaseRequest(lease_id="mine", reason="cancelled"))
+        await mesh.release(await waits)
         assert mesh.decode.worker.leases == 0
 
 

@@ -128,7 +128,7 @@ def test_chunks_tiles_neighbours_and_page_size_change_no_bit(plan, entries, page
 
 
 def test_rows_with_few_and_many_keys_over_one_to_four_splits_give_no_nan():
-    """The cached keys of a row end before others' splits, and pages end in NaN (vLLM 27491)."""
+    """vllm-project/vllm#27491: a row's keys end before others' splits, and pages end in NaN."""
     cached = [0, 1, 40, 63, 64, 65, 130, 250]
     for rows in (1, 2, 7):
         case = Case([(start, start + rows) for start in cached], page_size=16)

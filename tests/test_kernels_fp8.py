@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from pdmesh.kernels.fp8 import FP8_MAX, block_scales, dequantise_blocks, quantise_blocks
+from pdmesh.kernels.fp8 import (
+    FP8_MAX,
+    block_scales,
+    dequantise_blocks,
+    dequantise_part,
+    quantise_blocks,
+)
 
 
 def round_trip(weight):
@@ -81,3 +87,57 @@ def test_scales_of_a_wrong_shape_are_refused():
     quantised, scales = quantise_blocks(torch.ones(130, 10))
     with pytest.raises(ValueError, match=r"scales are \(1, 1\), the blocks need \(2, 1\)"):
         dequantise_blocks(quantised, scales[:1])
+
+
+# ---- blocks that do not divide the matrix (vllm-project/vllm#33327) ---------------------------
+
+
+SIZES = (64, 127, 128, 129, 192, 576)
+
+
+def uneven(n, k):
+    """A matrix whose blocks differ by orders of magnitude: a neighbour's scale would show."""
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n * 1000 + k))
+    rows, columns = torch.arange(n)[:, None] // 128, torch.arange(k) // 128
+    return weight * 10.0 ** ((3 * rows + 2 * columns) % 7 - 3)
+
+
+def plain_dequantised(quantised, scales):
+    """Element by element, as the format is defined."""
+    n, k = quantised.shape
+    rows = [scales[i // 128, torch.arange(k) // 128] for i in range(n)]
+    return quantised.float() * torch.stack(rows)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("k", SIZES)
+def test_every_shard_of_a_matrix_equals_its_part_of_the_whole(n, k):
+    """vllm-project/vllm#33327: also with a boundary inside a block, or less than one block."""
+    weight = uneven(n, k)
+    quantised, scales = quantise_blocks(weight)
+    whole = dequantise_blocks(quantised, scales)
+    assert torch.equal(whole, plain_dequantised(quantised, scales))
+    step = plain_dequantised(torch.ones(n, k), scales)
+    assert bool(((whole - weight).abs() <= weight.abs() / 16 + step * 2**-10).all())
+    for count in (1, 2, 4):
+        for dim, size in enumerate((n, k)):
+            bounds = [size * i // count for i in range(count + 1)]
+            parts = []
+            for first, end in zip(bounds, bounds[1:], strict=False):
+                part = quantised.narrow(dim, first, end - first)
+                parts.append(dequantise_part(part, scales, (first, 0) if dim == 0 else (0, first)))
+            assert torch.equal(torch.cat(parts, dim), whole)
+
+
+def test_a_part_cut_on_all_sides_equals_that_part():
+    quantised, scales = quantise_blocks(uneven(300, 400))
+    whole = dequantise_blocks(quantised, scales)
+    got = dequantise_part(quantised[100:290, 130:257], scales, (100, 130))
+    assert torch.equal(got, whole[100:290, 130:257])
+
+
+@pytest.mark.parametrize("start", [(-1, 0), (200, 0), (0, 200)])
+def test_a_part_beyond_the_scales_is_refused(start):
+    quantised, scales = quantise_blocks(torch.ones(100, 100))
+    with pytest.raises(ValueError, match="that have scales"):
+        dequantise_part(quantised, scales, start)

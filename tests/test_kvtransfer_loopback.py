@@ -336,6 +336,19 @@ def test_a_lost_connection_ends_a_one_sided_quarantine():
     settle(rig, listener)
 
 
+def test_a_sender_that_has_drained_says_so_again_when_it_is_asked():
+    rig, listener = manual(Faults(drop=frozenset({0, 1})), one_sided=True)
+    drained: list[str] = []
+    rig.receiver.on_drained = drained.append
+    transfer = rig.sender.open(rig.lease())
+    transfer.abort("abort and drained are lost")
+    listener.run_until_idle()
+    assert not rig.receiver.cancel("a")
+    listener.run_until_idle()
+    assert drained == ["a"]
+    assert rig.receiver.phase("a") is None
+
+
 def test_a_new_generation_waits_for_the_old_writer_to_drain():
     rig, listener = manual(Faults(stall_after=1), one_sided=True)
     transfer = rig.sender.open(rig.lease())

@@ -2,11 +2,10 @@
 
 After every scenario the next request is served, and nothing stays in use, in quarantine or in the
 store. The mesh is shared by the tests of this file; a process that a test kills is restarted, and
-no other process may die.
+no other process may die. What becomes of the tokens: test_mesh_retries.py.
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -16,14 +15,10 @@ import grpc
 import meshes
 import pytest
 import redis
-import torch
+from mesh_faults import DECODE, alive, busy, ready_again, restarted
 
-from pdmesh.launch.topology import shipped_model
-from pdmesh.model.reference import generate_reference
-from pdmesh.model.weights import load_model
 from pdmesh.registry.store import Keys
 from pdmesh.wire import chat_pb2
-from pdmesh.wire.errors import PdmeshError
 
 PAGE = 64
 PROMPT = list(range(300, 400))
@@ -33,11 +28,6 @@ PROMPT = list(range(300, 400))
 def mesh():
     with meshes.running_mesh() as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_model(shipped_model(), torch.float32, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -171,22 +161,6 @@ async def test_the_context_may_be_filled_to_its_last_token(stub):
     assert len(answer.token_ids) == 1
 
 
-@pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1])
-async def test_a_prompt_sent_again_gives_the_same_tokens(stub, model, length):
-    """Compare GeeeekExplorer/nano-vllm#114: nothing may be left to compute after a full hit."""
-    prompt = [700 + length + i for i in range(length)]
-    longer = [*prompt, *range(900, 900 + PAGE)]
-    want = generate_reference(model, prompt, 6)
-    first = await meshes.ask(stub, prompt, max_tokens=6, ignore_eos=True, logprobs=2)
-    await meshes.ask(stub, longer, max_tokens=2, ignore_eos=True)
-    for _ in range(2):
-        again = await meshes.ask(stub, prompt, max_tokens=6, ignore_eos=True, logprobs=2)
-        assert again.token_ids == first.token_ids == want
-        assert again.usage.cached_tokens <= length - 1
-        assert [e.logprob for e in again.logprobs] == [e.logprob for e in first.logprobs]
-    assert len(first.logprobs) == 6
-
-
 async def test_the_second_turn_of_a_chat_computes_only_the_rest(stub):
     story = "Tell me a story about a fox who lost her way in the forest. " * 12
     first = chat(
@@ -240,112 +214,8 @@ async def test_a_deadline_ends_the_work_everywhere(mesh, stub):
     assert 0 < await tokens_generated(mesh) - before < 3000
 
 
-DECODE = ("decode-0", "decode-1")
-
-
 async def tokens_generated(mesh):
     return sum(status.tokens_generated for status in await mesh.statuses())
-
-
-async def busy(statuses, *names, timeout=30):
-    """Waits until one of the workers has work; returns the name of the one with most."""
-    async with asyncio.timeout(timeout):
-        while True:
-            most = max(await statuses(*names), key=lambda s: s.running + s.queued)
-            if most.running + most.queued:
-                return most.worker_id
-
-
-async def restarted(mesh, name, old, timeout=60):
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if mesh.pids().get(name) not in (old, None):
-            return
-        await asyncio.sleep(0.1)
-    raise AssertionError(f"{name} was not restarted\n{mesh.log()}")
-
-
-async def ready_again(mesh, timeout=60):
-    """Waits until the router counts all workers, and only instances that answer."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        try:
-            await mesh.statuses()
-            async with meshes.chat_stub(mesh.address) as stub:
-                (card,) = (await stub.ListModels(chat_pb2.ListModelsRequest(), timeout=5)).models
-            if (card.prefill_workers, card.decode_workers) == (1, 2):
-                return
-        except (grpc.aio.AioRpcError, PdmeshError, ValueError):
-            pass
-        await asyncio.sleep(0.2)
-    raise AssertionError(f"the mesh did not recover\n{mesh.log()}")
-
-
-@pytest.mark.parametrize("repeat", [1, 2])
-async def test_killing_a_decode_worker_while_it_streams_costs_no_token(mesh, model, repeat):
-    prompts = [[1000 * repeat + 200 * k + i for i in range(100)] for k in range(3)]
-    wants = [generate_reference(model, prompt, 150) for prompt in prompts]
-    async with contextlib.AsyncExitStack() as stack:
-        stub = await stack.enter_async_context(meshes.chat_stub(mesh.address))
-        statuses = await stack.enter_async_context(mesh.watch())
-        streams = [
-            await stack.enter_async_context(
-                meshes.asking(stub, prompt, timeout=90, max_tokens=150, ignore_eos=True)
-            )
-            for prompt in prompts
-        ]
-        for task, answer in streams:
-            await meshes.first_token(task, answer)
-        victim = await busy(statuses, *DECODE)
-        old = mesh.pids()[victim]
-        os.kill(old, signal.SIGKILL)
-        answers = await asyncio.gather(*(task for task, _ in streams))
-    assert [answer.token_ids for answer in answers] == wants
-    assert max(answer.timing.attempts for answer in answers) > 1, "one lost its worker"
-    await recovered(mesh, victim, old, model)
-
-
-async def test_killing_the_prefill_worker_costs_at_most_the_prompts_it_computes(mesh, model):
-    prompts = [[300 + (97 * k + i) % 2900 for i in range(3000)] for k in range(2)]
-    wants = [generate_reference(model, prompt, 2) for prompt in prompts]
-    want = generate_reference(model, PROMPT, 200)
-    old = mesh.pids()["prefill-0"]
-    async with contextlib.AsyncExitStack() as stack:
-        stub = await stack.enter_async_context(meshes.chat_stub(mesh.address))
-        statuses = await stack.enter_async_context(mesh.watch())
-        streaming, streamed = await stack.enter_async_context(
-            meshes.asking(stub, PROMPT, timeout=90, max_tokens=200, ignore_eos=True)
-        )
-        await meshes.first_token(streaming, streamed)
-        waiting = [
-            await stack.enter_async_context(
-                meshes.asking(stub, prompt, timeout=90, max_tokens=2, ignore_eos=True)
-            )
-            for prompt in prompts
-        ]
-        await busy(statuses, "prefill-0")
-        os.kill(old, signal.SIGKILL)
-        assert not [answer.token_ids for _, answer in waiting if answer.started.is_set()]
-        assert not streaming.done()
-        assert (await streaming).token_ids == want
-        assert streamed.timing.attempts == 1, "who is past prefill does not notice"
-        ends = await asyncio.gather(*(task for task, _ in waiting), return_exceptions=True)
-    for end, expected in zip(ends, wants, strict=True):
-        if isinstance(end, grpc.aio.AioRpcError):
-            assert end.code() is grpc.StatusCode.UNAVAILABLE, end.details()
-        else:
-            assert end.token_ids == expected
-    await recovered(mesh, "prefill-0", old, model)
-
-
-async def recovered(mesh, name, old, model):
-    """Waits until a killed worker is back; fails unless all is as before."""
-    await restarted(mesh, name, old)
-    await ready_again(mesh)
-    async with meshes.chat_stub(mesh.address) as stub:
-        after = await meshes.ask(stub, PROMPT, max_tokens=30, ignore_eos=True)
-    assert after.token_ids == generate_reference(model, PROMPT, 30)
-    assert await mesh.problems() == []
 
 
 async def test_killing_the_router_ends_its_streams_and_frees_their_pages(mesh):
@@ -427,14 +297,6 @@ async def test_a_mesh_is_not_called_at_rest_when_it_is_not(mesh, monkeypatch, fa
         finally:
             store.delete(keys.pages("decode-9"))
             store.hdel(keys.shared[0], "left")
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_killing_up_itself_leaves_no_process_behind():

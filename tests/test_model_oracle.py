@@ -9,12 +9,8 @@ from typing import Any
 import pytest
 import torch
 from model_cases import TINY, V2, one_slice, tiny_model, tokens_of, yarn
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-)
+from oracles import published
+from transformers import DeepseekV3ForCausalLM
 from transformers import logging as transformers_logging
 
 from pdmesh.model.batch import Batch
@@ -92,27 +88,6 @@ def random_case(seed: int) -> dict[str, Any]:
 
 
 CASES |= {f"random {seed}": random_case(seed) for seed in range(10)}
-
-
-def published(fields: dict[str, Any]) -> torch.nn.Module:
-    """A random transformers model of these fields in which every weight matters."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    v2 = fields["model_type"] == "deepseek_v2"
-    config = (DeepseekV2Config if v2 else DeepseekV3Config)(
-        **{name: value for name, value in fields.items() if name != "model_type"},
-        attn_implementation="eager",
-        initializer_range=0.08,
-    )
-    torch.manual_seed(0)
-    model = (DeepseekV2ForCausalLM if v2 else DeepseekV3ForCausalLM)(config).eval()
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if "norm" in name or name.endswith("bias"):
-                tensor.add_(torch.randn_like(tensor) * 0.1)
-            if name.endswith("gate.weight"):
-                tensor.mul_(4.0)
-    return model
 
 
 def largest(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -9,6 +9,7 @@ from model_cases import TINY, V2, tiny_model, tokens_of, yarn
 from safetensors.torch import load_file, save_file
 
 from pdmesh.kernels.fp8 import dequantise_blocks, quantise_blocks
+from pdmesh.model.bindings import bindings
 from pdmesh.model.weights import fingerprint, load_model, save_checkpoint
 from pdmesh.wire.errors import ConfigError
 
@@ -176,6 +177,30 @@ def test_fp8_scales_that_are_missing_or_misshapen_are_named(tmp_path):
         "extra model.layers.0.mlp.gate_proj.weight_scale_inv",
     ):
         assert phrase in caught.value.message
+
+
+def test_fp8_matrices_that_no_block_grid_divides_are_read_as_stored(tmp_path):
+    """vllm-project/vllm#33327: sizes around a block, 192, 576, and less than one."""
+    sizes = {
+        "hidden_size": 192,
+        "intermediate_size": 132,
+        "q_lora_rank": 124,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "num_nextn_predict_layers": 0,
+    }
+    save_checkpoint(tiny_model(**sizes), tmp_path, fp8=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    loaded = {binding.name: binding.read() for binding in bindings(load_model(tmp_path))}
+    shapes = set()
+    for name, scales in stored.items():
+        if name.endswith("_scale_inv"):
+            matrix = name.removesuffix("_scale_inv")
+            n, k = stored[matrix].shape
+            shapes.add((n, k))
+            spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:n, :k]
+            assert torch.equal(loaded[matrix], stored[matrix].float() * spread), matrix
+    assert {(132, 192), (192, 132), (124, 192), (576, 192), (24, 192)} <= shapes
 
 
 def test_a_copy_of_the_embedding_in_the_mtp_layer_must_be_a_copy(checkpoint):

@@ -1,10 +1,11 @@
-"""Every pair of features in one request: the answer is what one process computes alone.
+"""Every pair of features in one request, and all nine: the answer is what one process computes.
 
 Real processes in exact mode. A pair counts only where both features are seen to have happened.
 ``PDMESH_WRITE_DOCS=1`` writes what was tested to docs/features.md; without it the file is compared.
 """
 
 import asyncio
+import functools
 import itertools
 import os
 import random
@@ -36,8 +37,10 @@ FEATURES = (
     "preemption",
 )
 PAIRS = tuple(itertools.combinations(FEATURES, 2))
-PAGE, CHUNK, TOKENS = 16, 32, 48
-PATTERN = "([a-z]{2,7} ){8,14}end"
+CASES = (*PAIRS, FEATURES)
+PAGE, CHUNK, TOKENS = 16, 32, 32
+CROWD, GROWTH = 8, 4
+PATTERN = "([a-z]{2,7} ){4,8}end"
 DOCS = meshes.ROOT / "docs" / "features.md"
 TOPOLOGY = f"""
 [model]
@@ -49,11 +52,11 @@ pages = 128
 chunk_tokens = {CHUNK}
 [decode]
 workers = 1
-pages = 20
-growth_tokens = 16
+pages = {3 * CROWD}
+growth_tokens = {GROWTH}
 draft_tokens = DRAFTS
 """
-passed: set[tuple[str, str]] = set()
+passed: set[tuple[str, ...]] = set()
 
 
 @pytest.fixture(scope="module")
@@ -94,17 +97,20 @@ def sampling_for(features, number):
         fields |= {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
     if "structured output" not in features:
         fields["ignore_eos"] = True
+    else:
+        fields["grammar"] = regex_grammar(PATTERN)
     return fields
 
 
 class Expected:
-    """Answer ``index`` of a request, computed by one process."""
+    """Answer ``index`` of a request, computed by one process; ``stop_at`` cuts it."""
 
-    def __init__(self, model, tokenizer, prompt, fields, index, stops):
+    def __init__(self, model, tokenizer, prompt, fields, index):
         grammar = fields.get("grammar", "")
         eos = () if fields.get("ignore_eos") else tokenizer.ids.eos
         matcher = Grammars(shipped_model(), 4096).compile(grammar) if grammar else None
-        self.logits = []
+        self.tokenizer = tokenizer
+        self.logprobs = []
         tokens = generate_reference(
             model,
             prompt,
@@ -114,41 +120,47 @@ class Expected:
             sampling=SamplingParams(**fields),
             index=index,
             grammar=matcher,
-            on_logits=self.logits.append,
+            on_logits=lambda row: self.logprobs.append(torch.log_softmax(row[0], dim=-1)),
         )
-        self.finish = "stop" if tokens[-1] in eos else "length"
+        ended = tokens[-1] in eos or len(tokens) < TOKENS
+        self.finish = "stop" if ended else "length"
         self.tokens = [t for t in tokens if t not in eos]
-        output = OutputText(tokenizer, stops)
+        self.logprobs = [float(row[t]) for row, t in zip(self.logprobs, tokens, strict=True)]
+        self.logprobs = self.logprobs[: len(self.tokens)]
         self.text = ""
-        for number, token in enumerate(self.tokens):
+        self.stop_at(())
+
+    def stop_at(self, stops):
+        output, self.text = OutputText(self.tokenizer, stops), ""
+        for count, token in enumerate(self.tokens, 1):
             self.text += output.add(token)
             if output.stopped:
-                self.tokens, self.finish = self.tokens[: number + 1], "stop"
+                self.tokens, self.logprobs = self.tokens[:count], self.logprobs[:count]
+                self.finish = "stop"
                 break
         self.text += output.finish()
 
-    def logprobs(self):
-        rows = torch.log_softmax(torch.cat(self.logits), dim=-1)
-        return [float(rows[i, token]) for i, token in enumerate(self.tokens)]
 
-
-def common_piece(answers):
-    """A text of three characters from the middle of the first answer."""
-    text = answers[0].text
-    for at in range(len(text) // 2, len(text) - 3):
+def late_piece(text):
+    """Three characters that stand in the last third of a text, and not before."""
+    for at in range(2 * len(text) // 3, len(text) - 3):
         piece = text[at : at + 3]
-        if piece.isascii() and piece.strip():
+        if piece.isascii() and piece.strip() and text.index(piece) == at:
             return piece
     raise AssertionError("no stop string to be found")
 
 
-def expected_answers(model, tokenizer, prompt, fields, features):
+@functools.cache
+def expected_answers(model, tokenizer, features):
+    """Prompt, sampling fields, stop strings and answers of a case."""
+    number = CASES.index(features)
+    prompt, fields = prompt_for(features, number), sampling_for(features, number)
     count = 2 if "n > 1" in features else 1
-    free = [Expected(model, tokenizer, prompt, fields, i, ()) for i in range(count)]
-    if "stop strings" not in features:
-        return free, ()
-    stops = (common_piece(free),)
-    return [Expected(model, tokenizer, prompt, fields, i, stops) for i in range(count)], stops
+    answers = [Expected(model, tokenizer, prompt, fields, i) for i in range(count)]
+    stops = (late_piece(answers[0].text),) if "stop strings" in features else ()
+    for answer in answers:
+        answer.stop_at(stops)
+    return prompt, fields, stops, answers
 
 
 class Reply:
@@ -185,25 +197,23 @@ def request_for(prompt, fields, features, stops, name):
     return request
 
 
-async def under_pressure(stub, mesh, request, count, crowd):
-    """The reply to a request that had to give its pages up to requests of a higher priority."""
-    prompts = [[100 + 7 * i + j for j in range(20)] for i in range(crowd)]
-    others = [
-        asyncio.ensure_future(
-            ask(
-                stub,
-                chat_pb2.ChatRequest(
-                    prompt_token_ids=prompt,
-                    sampling=chat_pb2.Sampling(max_tokens=150, temperature=0, ignore_eos=True),
-                    priority=5,
-                ),
-                1,
-            )
+async def under_pressure(stub, request, count):
+    """The reply to a request that has to give its pages up to requests of a higher priority.
+
+    The crowd's prompts take two pages each, which leaves room for the request; a few tokens later
+    they need three, which does not.
+    """
+    crowd = [
+        chat_pb2.ChatRequest(
+            prompt_token_ids=[100 + 7 * i + j for j in range(2 * PAGE - GROWTH)],
+            sampling=chat_pb2.Sampling(max_tokens=TOKENS, temperature=0, ignore_eos=True),
+            priority=5,
         )
-        for prompt in prompts
+        for i in range(CROWD)
     ]
-    reply = await ask(stub, request, count)
-    await asyncio.gather(*others)
+    reply, *_ = await asyncio.gather(
+        ask(stub, request, count), *(ask(stub, other, 1) for other in crowd)
+    )
     return reply
 
 
@@ -223,7 +233,7 @@ def check(reply, wanted, features, mesh):
         assert reply.texts[i] == answer.text
         assert reply.finishes[i] == answer.finish
         if "logprobs" in features:
-            assert [p.logprob for p in reply.logprobs[i]] == answer.logprobs()
+            assert [p.logprob for p in reply.logprobs[i]] == answer.logprobs
             assert all(len(p.top_token_ids) == 3 for p in reply.logprobs[i])
         else:
             assert not reply.logprobs[i]
@@ -233,49 +243,54 @@ def check(reply, wanted, features, mesh):
     if "stop strings" in features:
         assert reply.finishes[0] == "stop"
     assert bool(reply.usage.drafted_tokens) == mesh.mtp
-    assert bool(reply.usage.cached_tokens) == ("prefix hit" in features)
+    assert reply.usage.cached_tokens == (PAGE if "prefix hit" in features else 0)
+    computed = reply.usage.prompt_tokens - reply.usage.cached_tokens
+    assert (computed > CHUNK) == ("chunked prefill" in features)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]} with {pair[1]}")
-async def test_two_features_in_one_request_give_what_one_process_gives(
-    mesh, model, tokenizer, pair
+def name_of(features):
+    return " with ".join(features) if len(features) == 2 else "all"
+
+
+@pytest.mark.parametrize("features", CASES, ids=name_of)
+async def test_features_in_one_request_give_what_one_process_gives(
+    mesh, model, tokenizer, features
 ):
-    if "MTP" in pair and not mesh.mtp:
+    if "MTP" in features and not mesh.mtp:
         pytest.skip("this mesh has no MTP")
-    number = PAIRS.index(pair)
-    fields = sampling_for(pair, number)
-    if "structured output" in pair:
-        fields["grammar"] = regex_grammar(PATTERN)
-    prompt = prompt_for(pair, number)
-    wanted, stops = expected_answers(model, tokenizer, prompt, fields, pair)
+    prompt, fields, stops, wanted = expected_answers(model, tokenizer, features)
     async with meshes.chat_stub(mesh.address) as stub:
         for attempt in range(5):
-            name = f"pair-{number}-{attempt}"
-            request = request_for(prompt, fields, pair, stops, name)
-            if "prefix hit" in pair:
+            name = f"case-{CASES.index(features)}-{attempt}"
+            request = request_for(prompt, fields, features, stops, name)
+            if "prefix hit" in features:
                 await ask(stub, warm_up(request), 1)
-            if "preemption" not in pair:
-                check(await ask(stub, request, len(wanted)), wanted, pair, mesh)
+            if "preemption" not in features:
+                check(await ask(stub, request, len(wanted)), wanted, features, mesh)
                 break
-            reply = await under_pressure(stub, mesh, request, len(wanted), crowd=3 + attempt)
-            check(reply, wanted, pair, mesh)
+            reply = await under_pressure(stub, request, len(wanted))
+            check(reply, wanted, features, mesh)
             if preempted(mesh, name):
                 break
         else:
             raise AssertionError("it was never preempted")
-    assert await mesh.problems() == []
     if mesh.mtp:
-        passed.add(pair)
+        passed.add(features)
+
+
+async def test_nothing_of_all_that_is_left_behind(mesh):
+    assert await mesh.problems() == []
 
 
 def warm_up(request):
-    """The same prompt, one greedy token."""
+    """One page of the prompt and one token of the next; one greedy token."""
     first = chat_pb2.ChatRequest()
     first.CopyFrom(request)
     first.ClearField("request_id")
     first.ClearField("response_format")
     first.sampling.Clear()
     first.sampling.max_tokens = 1
+    del first.prompt_token_ids[PAGE + 1 :]
     return first
 
 
@@ -287,8 +302,8 @@ def rendered():
         "Each mark is a test with real processes (`tests/test_pairwise_features.py`): one request",
         "that uses both features, and for which both were seen to happen, gives the tokens, the",
         "text, the finish reason and the log-probabilities that one process computes alone. The",
-        "pairs run with MTP and, but for MTP's own row, without it; sampling at temperature 0.8,",
-        "in exact mode.",
+        "pairs run with MTP and, but for MTP's own, without it; sampling at temperature 0.8, in",
+        "exact mode. One more request uses all nine.",
         "",
         "| | " + " | ".join(FEATURES[1:]) + " |",
         "|---" * len(FEATURES) + "|",
@@ -302,7 +317,7 @@ def rendered():
 
 
 def test_the_published_matrix_is_what_was_tested():
-    if passed != set(PAIRS):
+    if passed != set(CASES):
         pytest.skip("only a run of the whole file can tell")
     if os.environ.get("PDMESH_WRITE_DOCS"):
         DOCS.write_text(rendered())

@@ -2,106 +2,18 @@
 
 import asyncio
 import logging
-from contextlib import asynccontextmanager
 
 import grpc
 import pytest
 import router_fakes as fakes
-from worker_rig import MODEL, SECRET, VOCAB, prompt_of, rig
+from router_rig import whole_mesh
+from worker_rig import prompt_of, rig
 
 from pdmesh.router.clients import Background, DecodeClient
-from pdmesh.router.config import RouterConfig
-from pdmesh.router.server import Router
 from pdmesh.wire import chat_pb2
 from pdmesh.wire.errors import InternalError
-from pdmesh.wire.messages import (
-    Empty,
-    PrefillRequest,
-    ReleaseRequest,
-    ReserveRequest,
-    StreamRequest,
-    WorkerRecord,
-    WorkerStatus,
-)
-from pdmesh.wire.rpc import Client, Method, add_service
-
-
-async def serve_side(side, role, fmt):
-    """One of the rig's workers behind gRPC; returns its server and record."""
-    worker = side.worker
-    record = WorkerRecord(
-        worker_id=f"{role}-0",
-        instance=role,
-        role=role,
-        address="",
-        page_format=fmt,
-        model="tiny",
-        vocab_size=VOCAB,
-        max_context=MODEL.config.max_position_embeddings,
-        capacity_pages=64,
-    )
-
-    async def status(_: Empty) -> WorkerStatus:
-        return WorkerStatus(
-            worker_id=record.worker_id,
-            instance=role,
-            role=role,
-            state="ready",
-            page_format=fmt,
-            pool=side.kv.status(),
-            queued=worker.queued,
-            running=worker.running,
-        )
-
-    methods = [Method("Status", Empty, unary=status)]
-    if role == "prefill":
-        methods.append(Method("Prefill", PrefillRequest, unary=worker.prefill))
-    else:
-        methods += [
-            Method("Reserve", ReserveRequest, unary=worker.reserve),
-            Method("Stream", StreamRequest, stream=worker.stream),
-            Method("Release", ReleaseRequest, unary=worker.release),
-        ]
-    server = grpc.aio.server()
-    port = server.add_insecure_port("127.0.0.1:0")
-    add_service(server, role, methods)
-    await server.start()
-    return server, fakes.msgspec.structs.replace(record, address=f"127.0.0.1:{port}")
-
-
-@asynccontextmanager
-async def whole_mesh(tmp_path):
-    """A router over the rig's workers, through gRPC; yields the rig and a client's stub."""
-    (tmp_path / "secret").write_bytes(SECRET)
-    registry = fakes.FakeRegistry()
-    config = RouterConfig(
-        model_path=fakes.MODEL_PATH,
-        model_name="tiny",
-        secret_file=tmp_path / "secret",
-        redis_url="redis://unused",
-        poll_interval=0.02,
-        stop_grace=0.0,
-        max_attempts=1,
-    )
-    async with rig() as workers:
-        servers = []
-        for side, role in ((workers.prefill, "prefill"), (workers.decode, "decode")):
-            server, record = await serve_side(side, role, workers.format)
-            servers.append(server)
-            registry.records.append(record)
-        router = Router(config, registry)
-        await router.start()
-        channel = fakes.client_channel(router.address)
-        try:
-            async with asyncio.timeout(10):
-                while router.view.polled() < 2:
-                    await asyncio.sleep(0.002)
-            yield workers, fakes.chat_pb2_grpc.ChatServiceStub(channel)
-        finally:
-            await channel.close()
-            await router.stop()
-            for server in servers:
-                await server.stop(None)
+from pdmesh.wire.messages import Empty, ReleaseRequest, ReserveRequest
+from pdmesh.wire.rpc import Client
 
 
 def told(caplog, request_id: str) -> dict[str, list[str]]:

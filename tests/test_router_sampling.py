@@ -56,3 +56,13 @@ async def test_a_stop_string_before_min_tokens_does_not_end_the_answer(tmp_path)
         least = answer.usage.completion_tokens + 1
         answer = await mesh.chat(max_tokens=len(story), stop=["two"], min_tokens=least)
         assert (answer.text, answer.reason) == ("one two three ", "stop")
+
+
+async def test_end_of_text_ends_an_answer_with_a_grammar_also_where_it_is_ignored(tmp_path):
+    async with fakes.mesh(tmp_path, decode=1) as mesh:
+        request = fakes.ask(max_tokens=4, ignore_eos=True)
+        await mesh.chat(request)
+        request.response_format.regex = "(yes|no)"
+        await mesh.chat(request)
+        told = [seen.eos_token_ids for seen in mesh.prefill[0].seen(PrefillRequest)]
+        assert told == [(), TOKENIZER.ids.eos]

@@ -143,11 +143,32 @@ async def test_a_client_that_leaves_while_it_waits_is_taken_out_of_the_queue(tmp
         async with asyncio.timeout(10):
             while worker.waiting:
                 await asyncio.sleep(0.005)
+        assert len(worker.withdrawn) == 1
         make_room(worker)
         await mesh.at_rest()
         assert worker.leases == set()
         assert mesh.router.metrics.value("pdmesh_num_requests_waiting") == 0
         assert (await mesh.chat(max_tokens=2)).reason == "length"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_client_that_leaves_as_room_comes_leaves_no_lease_behind(tmp_path, n):
+    async with fakes.mesh(tmp_path, decode=1) as mesh:
+        fill(mesh)
+        call = mesh.stub.StreamChat(fakes.ask(max_tokens=3, n=n), timeout=60)
+        worker = await waiting(mesh)
+        withdrawing = worker.wait_in("Release")
+        call.cancel()
+        async with asyncio.timeout(10):
+            await withdrawing.wait()
+        make_room(worker)
+        async with asyncio.timeout(10):
+            while len(worker.leases) < n:
+                await asyncio.sleep(0.005)
+        worker.hold["Release"].set()
+        await mesh.at_rest()
+        assert worker.leases == set()
+        assert worker.withdrawn == []
 
 
 async def test_many_that_wait_are_all_served_once_there_is_room(tmp_path):

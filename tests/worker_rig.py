@@ -110,6 +110,7 @@ class ScriptedDrafts(MtpDrafter):
     """Drafts the true continuation where it is known, but for every third output position."""
 
     truth: dict[tuple[int, ...], list[int]]
+    vocab_size = VOCAB
 
     def propose(self, sequences, count):
         trees = super().propose(sequences, count)
@@ -122,7 +123,7 @@ class ScriptedDrafts(MtpDrafter):
             place = s.sampling.position + depth - 1
             if place < len(known):
                 wrong = place % 3 == 2
-                tokens[depth] = (known[place] + 1) % VOCAB if wrong else known[place]
+                tokens[depth] = (known[place] + 1) % self.vocab_size if wrong else known[place]
         return TokenTree(tuple(tokens), tree.parents)
 
 
@@ -147,11 +148,18 @@ class Options:
     page_size: int = PAGE
     arithmetic: str = "fast"
     grammars: object = None
+    served: DeepseekV3 | None = None
+    """Another model than ``MODEL``; with its MTP layer where ``mtp`` says so."""
     truth: dict = field(default_factory=dict)
+    drafter: type[MtpDrafter] = ScriptedDrafts
 
     @property
     def model(self):
-        return MODEL if self.mtp else WITHOUT_MTP
+        return self.served or (MODEL if self.mtp else WITHOUT_MTP)
+
+    @property
+    def config(self):
+        return self.model.config
 
 
 class Side:
@@ -190,8 +198,9 @@ class PrefillSide(Side):
             PrefillRunner(options.model, self.store, size, options.mtp, options.arithmetic)
         )
         scheduler = PrefillScheduler(tokens, size, options.max_queue, join_tokens=tokens)
+        config = options.config
         limits = PrefillLimits(
-            fmt, VOCAB, MODEL.config.max_position_embeddings, SECRET, options.grammars
+            fmt, config.vocab_size, config.max_position_embeddings, SECRET, options.grammars
         )
         self.worker = PrefillWorker(
             self.gate,
@@ -208,8 +217,9 @@ class PrefillSide(Side):
 
 
 class DecodeSide(Side):
-    def __init__(self, fmt, options):
+    def __init__(self, fmt, options, number=0):
         super().__init__(fmt, options)
+        self.instance = f"decode{number or ''}"
         if options.transport == "tcp":
             self.listener = TcpListener(fmt)
         else:
@@ -218,18 +228,18 @@ class DecodeSide(Side):
             )
         self.receiver = TransferReceiver(self.store, [self.listener])
         self.receiver.start()
-        drafter = ScriptedDrafts(options.model, self.store, options.page_size, options.branches)
-        drafter.truth = options.truth
+        drafter = options.drafter(options.model, self.store, options.page_size, options.branches)
+        drafter.truth, drafter.vocab_size = options.truth, options.config.vocab_size
         runner = DecodeRunner(
             options.model, self.store, options.page_size, options.drafts, drafter=drafter
         )
         self.gate = Gate(runner)
         limits = DecodeLimits(
-            instance="decode",
+            instance=self.instance,
             page_format=fmt,
-            vocab_size=VOCAB,
-            max_context=MODEL.config.max_position_embeddings,
-            hidden_size=MODEL.config.hidden_size,
+            vocab_size=options.config.vocab_size,
+            max_context=options.config.max_position_embeddings,
+            hidden_size=options.config.hidden_size,
             secret=SECRET,
             lease_idle_s=options.lease_idle_s,
             growth_tokens=options.growth_tokens,
@@ -271,7 +281,7 @@ class Rig:
     def __init__(self, options):
         self.options = options
         self.format = page_format(
-            MODEL.config,
+            options.config,
             "tiny",
             "weights",
             "float32",
@@ -280,7 +290,7 @@ class Rig:
             options.arithmetic,
         )
         self.prefills = [PrefillSide(self.format, options) for _ in range(options.prefills)]
-        self.decodes = [DecodeSide(self.format, options) for _ in range(options.decodes)]
+        self.decodes = [DecodeSide(self.format, options, i) for i in range(options.decodes)]
         self.loops = [
             asyncio.ensure_future(side.worker.run()) for side in (*self.prefills, *self.decodes)
         ]

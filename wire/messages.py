@@ -49,6 +49,9 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How long the request has been in the mesh already; keeps its place after a retry."""
     wait_ms: int = 0
     """How long to wait for room; 0 answers at once."""
+    ticket: str = ""
+    """Names the reservation while it waits: a Release of it takes it out of the line. Whether it
+    still was in the line, the answer to the reservation says."""
     deadline_ms: int
     """Milliseconds from receipt after which the decode worker starts to drain the lease."""
 
@@ -163,6 +166,7 @@ class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Router to decode: the request is over; free what the lease holds. Idempotent."""
 
     lease_id: str
+    """Or the ticket of a reservation that may still wait."""
     reason: str
 
 

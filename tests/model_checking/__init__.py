@@ -1,1 +1,1 @@
-"""Explicit-state checking of the transfer and migration protocols over a network that misbehaves."""
+"""Explicit-state checking of the transfer and migration protocols."""

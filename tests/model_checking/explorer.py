@@ -40,7 +40,10 @@ class Model(Protocol):
         """The invariant that does not hold here, in words; empty if all hold."""
 
     def settled(self, world: World) -> bool:
-        """Everything has come to its end: nothing in use, every request answered."""
+        """Everything has come to its end: nothing in use, every request answered or refused."""
+
+    def best(self, world: World) -> bool:
+        """Of settled worlds, one in which all went well; some run has to get there."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class _Search:
         self.sources = array("I")
         self.targets = array("I")
         self.settled = array("I")
+        self.best_seen = False
         self.num_moves = 0
         self.depth = 0
         self.problem: tuple[int, str, str] | None = None
@@ -109,6 +113,7 @@ class _Search:
             return True
         if self.model.settled(world):
             self.settled.append(here)
+            self.best_seen = self.best_seen or self.model.best(world)
         for move in self.model.moves(world):
             self.num_moves += 1
             if move.broken:
@@ -172,6 +177,8 @@ def explore(model: Model, most: int = 3_000_000) -> Result:
         events = search.path(where, last)
     elif (stuck := search.stuck()) is not None:
         problem, events = "nothing that can still happen comes to an end", search.path(stuck)
+    elif not search.best_seen:
+        problem, events = "no run ends well; one that ends", search.path(search.settled[0])
     return Result(
         len(search.number),
         search.num_moves,

@@ -16,7 +16,7 @@ from pdmesh.kvtransfer.protocol import pull
 
 READY, RUNNING, ANSWERED, REFUSED = range(4)
 (ASK, VALIDATE, RELEASE, GRANT, NO, VALID, INVALID) = range(7)
-NAMES = "LEASE VALIDATE RELEASE GRANT REFUSED VALID INVALID".split()
+NAMES = ["LEASE", "VALIDATE", "RELEASE", "GRANT", "REFUSED", "VALID", "INVALID"]
 TO_OWNER = (ASK, VALIDATE, RELEASE)
 NOTHING, GOOD, BAD = range(3)
 LAST = (pull.ReaderPhase.COMMITTED, pull.ReaderPhase.FAILED)
@@ -183,6 +183,10 @@ class PullModel:
             and all(n == self.first or self.reader.states[n].phase in LAST for n in rd)
             and all(self.owner.states[n].phase is not pull.OwnerPhase.HELD for n in ow)
         )
+
+    def best(self, world: Any) -> bool:
+        """Every reader has its pages."""
+        return all(code == ANSWERED * 8 for code in world[0])
 
     def broken(self, world: Any) -> str:
         for t, _ in world[5]:
