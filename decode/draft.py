@@ -32,7 +32,7 @@ STALE_STEPS = 64
 _FORGET = 0.5 ** (1 / MEMORY_ROWS)
 _FIRST_GUESS = 0.7
 _GUESS_WEIGHT = 4.0
-"""Tests that a guess of a depth's share is worth."""
+"""Tests that a guess is worth: of depth 1 the one above, of others the depth before."""
 _FIRST_GROWTH = 0.15
 """What a draft adds to a step, as a part of a step without drafts, before anything is known."""
 _PRIOR_WEIGHT = 3.0
@@ -56,8 +56,6 @@ class _Mean:
     def add(self, seconds: float, step: int) -> None:
         stale = 1.0 - 0.5 ** ((step - self.last) / STALE_STEPS)
         share = max(1.0 / (self.count + 1), _STEP, stale)
-        if self.count == 1 and seconds * _OUTLIER < self.seconds:
-            share = 1.0  # the first step warmed something up
         self.seconds += share * (seconds - self.seconds)
         self.count += 1
         self.last = step
@@ -94,6 +92,8 @@ class _Size:
         self.steps += 1
         if self.steps > 2:
             seconds = min(seconds, _OUTLIER * expected)
+        elif seconds * _OUTLIER < expected:  # the first step warmed something up
+            self.means = [_Mean() for _ in self.means]
         self.means[drafts].add(max(seconds, 1e-9), self.steps)
 
     def line(self, growth: float) -> _Line:
@@ -127,8 +127,9 @@ class DraftPolicy:
     _sizes: dict[int, _Size] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._tried = [0.0] * self.max_drafts
-        self._right = [0.0] * self.max_drafts
+        unknown = [0.0] * (self.max_drafts - 1)
+        self._tried = [_GUESS_WEIGHT, *unknown][: self.max_drafts]
+        self._right = [_GUESS_WEIGHT * _FIRST_GUESS, *unknown][: self.max_drafts]
 
     def choose(self, num_sequences: int) -> int:
         """Drafts a sequence for the next step of ``num_sequences`` >= 1. Changes nothing."""
@@ -165,10 +166,10 @@ class DraftPolicy:
     def acceptance(self) -> list[float]:
         """q1, q2, ...: how often a draft is right when those before it are."""
         shares: list[float] = []
-        guess = _FIRST_GUESS
         for tried, right in zip(self._tried, self._right, strict=True):
-            guess = (right + _GUESS_WEIGHT * guess) / (tried + _GUESS_WEIGHT)
-            shares.append(guess)
+            if shares:
+                right, tried = right + _GUESS_WEIGHT * shares[-1], tried + _GUESS_WEIGHT
+            shares.append(right / max(tried, 1e-9))
         return shares
 
     def observe(

@@ -186,8 +186,8 @@ def latents_alone(tokens: tuple[int, ...], page_size: int, mtp: bool) -> torch.T
 class TellingDrafts(MtpDrafter):
     """Drafts that are right at times: what a random model's MTP layer guesses never is.
 
-    As seed and output position have it, the drafts of a step are true, true but for one, true on a branch that
-    is not the first, or what the MTP layer says.
+    As seed and output position have it, the drafts of a step are true, true but for one, true on a
+    branch that is not the first, or what the MTP layer says.
     """
 
     truth: dict[tuple[int, int], tuple[int, ...]]

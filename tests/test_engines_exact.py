@@ -11,7 +11,7 @@ import pytest
 from engine_cases import KINDS, Ask, Engine, asks, engines, run_mix
 from hypothesis import HealthCheck, Phase, given, settings
 
-QUICK, LARGE = 24, 400
+QUICK, LARGE = 20, 400
 CALM = [HealthCheck.too_slow, HealthCheck.data_too_large]
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 """A failing mix is small enough; making it smaller takes minutes."""

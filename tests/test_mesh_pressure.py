@@ -14,9 +14,9 @@ from checkpoints import VOCAB, random_checkpoint
 from pdmesh.model.reference import generate_reference
 
 PAGE = 16
-LONG = 60
-DECODE_PAGES = 9
-"""1.3 times the seven pages of a long request: up to 48 prompt tokens and 60 more."""
+LONG = 40
+DECODE_PAGES = 8
+"""1.3 times the six pages of a long request: up to 48 prompt tokens and 40 more."""
 SAMPLE, ALL = 120, 1000
 SLACK_S = 2.0
 """What calls between processes add on a busy machine."""
@@ -56,7 +56,7 @@ def cases(count: int, num_prompts: int) -> list[Case]:
     found = []
     for number in range(count):
         long = rng.random() < 0.67
-        tokens = rng.randint(40, LONG) if long else rng.randint(1, 6)
+        tokens = rng.randint(28, LONG) if long else rng.randint(1, 6)
         leave = rng.randint(1, tokens) if number % 6 == 5 else None
         found.append(Case(rng.randrange(num_prompts), tokens, 0 if number % 24 == 23 else leave))
     return found

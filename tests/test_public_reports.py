@@ -4,6 +4,8 @@ docs/testing.md lists them all; most are tested beside the part that they are ab
 """
 
 import asyncio
+import re
+from pathlib import Path
 
 import grpc
 import pytest
@@ -225,3 +227,15 @@ async def test_drafts_beyond_a_page_hurt_nobody_after_the_hand_over(drafter, dra
         # What is shared as a prefix ends with the last full page of true tokens.
         own = {h for p, w in zip(prompts, want, strict=True) for h in mesh.hashes([*p, *w[:-1]])}
         assert set(mesh.decode.kv.owned_hashes()) <= own
+
+
+# ---- the list -----------------------------------------------------------------------------------
+
+
+def test_every_test_in_the_list_of_reports_exists():
+    here = Path(__file__).parent
+    listed = (here.parent / "docs" / "testing.md").read_text().split("Public bug reports")[1]
+    names = re.findall(r"`(test_\w+\.py)::(\w+)`", listed)
+    assert len(names) > 20
+    for file, name in names:
+        assert f"def {name}(" in (here / file).read_text(), (file, name)

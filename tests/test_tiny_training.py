@@ -10,6 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from pdmesh.tools import train_tiny
 from pdmesh.tools.tiny_batches import Batches, Mix
 from pdmesh.tools.tiny_chat_forms import seed_chains, story_dialogues
 from pdmesh.tools.tiny_corpus import Document, Turn, choose_held_out, read_seed
@@ -151,32 +152,38 @@ def test_every_seed_dialogue_starts_with_the_user_and_ends_with_the_assistant():
         assert all(turn.text.strip() for turn in document.turns)
 
 
-def test_the_smoke_mode_trains_quantises_and_writes_a_model_that_loads(tmp_path):
-    command = [sys.executable, "-P", "-m", "pdmesh.tools.train_tiny", "--smoke"]
-    command += [
-        "--model-dir",
-        str(TINY),
-        "--work",
-        str(tmp_path / "w"),
-        "--out",
-        str(tmp_path / "o"),
-    ]
-    environment = {"PYTHONPATH": str(ROOT / ".pythonpath"), "OMP_NUM_THREADS": "1", "PATH": ""}
-    first = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert first.returncode == 0, first.stderr[-2000:]
-    report = json.loads((tmp_path / "o" / "training.json").read_text(encoding="utf-8"))
-    assert [entry["label"] for entry in report["history"]][-1] == "quantised"
-    assert (tmp_path / "o" / "model.safetensors.index.json").exists()
-    again = subprocess.run(
-        [*command, "--resume"],
-        env=environment,
+@pytest.fixture
+def smaller(tmp_path) -> Path:
+    """A folder like the small model's, of two layers and few experts: training it takes seconds."""
+    folder = tmp_path / "smaller"
+    folder.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (folder / name).write_bytes((TINY / name).read_bytes())
+    config = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
+    config |= {"num_hidden_layers": 2, "hidden_size": 128, "q_lora_rank": 64, "kv_lora_rank": 64}
+    config |= {"intermediate_size": 128, "moe_intermediate_size": 128, "n_routed_experts": 8}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_the_smoke_mode_trains_quantises_and_writes_a_model_that_loads(
+    tmp_path, smaller, monkeypatch, capsys
+):
+    work, out = tmp_path / "w", tmp_path / "o"
+    arguments = ["--smoke", "--model-dir", str(smaller), "--work", str(work), "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pdmesh.tools.train_tiny", *arguments],
+        env={"PYTHONPATH": str(ROOT / ".pythonpath"), "OMP_NUM_THREADS": "1", "PATH": ""},
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert again.returncode == 0, again.stderr[-2000:]
-    assert "resumed after 6 steps" in again.stdout
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads((out / "training.json").read_text(encoding="utf-8"))
+    assert [entry["label"] for entry in report["history"]][-1] == "quantised"
+    assert list(out.glob("model*.safetensors"))
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+    train_tiny.main([*arguments, "--resume"])
+    assert "resumed after 6 steps" in capsys.readouterr().out
