@@ -15,9 +15,11 @@ def later(coroutine):
 
 async def held_step(mesh):
     """Begins a step and holds it there: what is asked for now waits for the next one."""
-    mesh.prefill.gate.hold()
+    gate = mesh.prefill.gate
+    gate.hold()
+    begun = len(gate.batches)
     ahead = later(mesh.ask(prompt_of(1, 99), 1))
-    await mesh.prefill.gate.step_begins()
+    await until(lambda: len(gate.batches) > begun)
     return ahead
 
 
