@@ -18,7 +18,7 @@ LONG = 40
 DECODE_PAGES = 8
 """1.3 times the six pages of a long request: up to 48 prompt tokens and 40 more."""
 SAMPLE, ALL = 120, 1000
-# With promises that grow, a worker was once seen to stall for good under 1,000 requests: not solved.
+# With promises that grow a worker was once seen to stall for good under 1,000 requests.
 GROWING = [pytest.param(n, 16, marks=pytest.mark.full) for n in (1, 2)]
 SLACK_S = 2.0
 """What calls between processes add on a busy machine."""
