@@ -121,9 +121,10 @@ class KvManager:
         with self._lock:
             holders: Counter[int] = Counter()
             for reservation in reservations:
-                holders.update(reservation._held())
+                holders.update(reservation._pages)
+            twins = Counter(twin for other in self._live for twin in other._twins.values())
             whole = sum(
-                count == self._pool.pins(page) and self._held_by_quarantine[page] == 0
+                count == self._pool.pins(page) - twins[page] and not self._held_by_quarantine[page]
                 for page, count in holders.items()
             )
             return whole + sum(reservation.remaining for reservation in reservations)
@@ -224,6 +225,30 @@ class KvManager:
             return None
         self._pool.pin(other)
         return other
+
+    def _settle_twins(self, pages: Sequence[int]) -> None:
+        """Frees those of ``pages`` that are held as twins only, now that their holder is gone.
+
+        A page computed twice takes their place under the hash; it holds the same contents. So a
+        reservation never keeps more pages from others than those it and they compute with, and one
+        that is alone fits wherever it fitted.
+        """
+        for page in pages:
+            if self._pool.state(page) is not PageState.USED:
+                continue
+            found = [(r, i) for r in self._live if (i := r._twin_of(page)) is not None]
+            if len(found) < self._pool.pins(page):
+                continue
+            page_hash = self._cache.hash_of(page)
+            heir = found[0][0]._pages[found[0][1]]
+            if page_hash is not None:
+                self._cache.replace(page_hash, heir)
+            for reservation, index in found:
+                del reservation._twins[index]
+                if page_hash is not None and reservation._pages[index] != heir:
+                    reservation._twins[index] = heir
+                    self._pool.pin(heir)
+                self._pool.unpin(page, keep=False)
 
     def _let_go(self, page: int) -> None:
         if self._held_by_quarantine[page] > 0 and self._pool.pins(page) == 1:

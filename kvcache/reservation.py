@@ -213,8 +213,13 @@ class Reservation:
             manager._cache.start_release()
             for page in reversed(self._held()):
                 manager._let_go(page)
+            manager._settle_twins(self._pages)
             manager._pool.unreserve(self.remaining)
             self.remaining = 0
+
+    def _twin_of(self, page: int) -> int | None:
+        """Where ``page`` is the twin of a page of this reservation; None if it is not."""
+        return next((index for index, twin in self._twins.items() if twin == page), None)
 
     def _held(self) -> list[int]:
         return [*self._twins.values(), *self._pages]

@@ -159,6 +159,37 @@ def test_a_page_computed_twice_stays_private_and_is_freed_at_release():
     assert log.manager.check_integrity() == []
 
 
+def test_a_page_computed_twice_is_held_once_when_its_first_owner_has_left():
+    manager = Log(4).manager
+    first, second, third = (taken(manager, chain(1), 1, 1) for _ in range(3))
+    for reservation in (first, second, third):
+        reservation.grow()
+        reservation.publish(0, chain(1))
+    assert manager.available == 1
+    assert manager.releasable([first]) == manager.releasable([second]) == 1
+    first.release()
+    assert manager.available == 2
+    assert manager.reserve(chain(1), 1, 1).pages in (second.pages, third.pages)
+    assert manager.check_integrity() == []
+    second.release()
+    third.release()
+    assert manager.check_integrity() == []
+
+
+def test_the_last_of_several_that_computed_the_same_pages_can_use_the_whole_pool():
+    manager = Log(6).manager
+    first, second = (taken(manager, chain(1, 2), 2, 3) for _ in range(2))
+    for reservation in (first, second):
+        reservation.grow(3)
+        reservation.publish(0, chain(1, 2))
+    assert not second.extend(1)
+    first.release()
+    assert second.extend(3)
+    assert len(second.grow(3)) == 3
+    assert manager.check_integrity() == []
+    assert manager.match(chain(1, 2)) == 2
+
+
 def test_a_child_of_a_page_computed_twice_keeps_its_parent():
     log = Log(4)
     first = taken(log.manager, chain(1), 1, 1)
