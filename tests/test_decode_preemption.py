@@ -230,3 +230,25 @@ def test_a_page_that_two_share_is_parked_once_and_stays_until_both_are_gone():
     assert store.tensor[1].view(torch.int32).equal(before[2].view(torch.int32))
     lot.drop(two)
     assert lot.used_bytes == 0
+
+
+async def test_a_sequence_does_not_keep_the_pages_of_one_that_computed_the_same_and_left():
+    """Both have pages of their own for one prompt; the pool fits the longer one when it is alone."""
+    prompt, lengths = prompt_of(46), (6, 60)
+    async with rig(pages=8, prefills=2, **SMALL) as mesh:
+        leases = [await mesh.reserve(prompt, n) for n in lengths]
+        assert [lease.cached_pages for lease in leases] == [0, 0]
+        mesh.decode.gate.hold()
+        reading = []
+        for number, (lease, length) in enumerate(zip(leases, lengths, strict=True)):
+            params = SamplingParams(max_tokens=length)
+            first = await mesh.compute(prompt, lease, params, number)
+            reading.append(asyncio.ensure_future(mesh.read(prompt, lease, first, params)))
+            await until(lambda: mesh.decode.kv.match(mesh.hashes(prompt)) == 2)
+        await until(lambda: mesh.decode.worker.queued + mesh.decode.worker.running == 2)
+        mesh.decode.gate.let_go()
+        for lease, length, chunks in zip(leases, lengths, reading, strict=True):
+            async with asyncio.timeout(20):
+                tokens = [t for chunk in await chunks for t in chunk.token_ids]
+            assert tokens == reference(prompt, length)[1:]
+            await mesh.release(lease)
