@@ -233,7 +233,7 @@ def test_a_page_that_two_share_is_parked_once_and_stays_until_both_are_gone():
 
 
 async def test_a_sequence_does_not_keep_the_pages_of_one_that_computed_the_same_and_left():
-    """Both have pages of their own for one prompt; the pool fits the longer one when it is alone."""
+    """Both computed the pages of one prompt; the longer one fits the pool when it is alone."""
     prompt, lengths = prompt_of(46), (6, 60)
     async with rig(pages=8, prefills=2, **SMALL) as mesh:
         leases = [await mesh.reserve(prompt, n) for n in lengths]
