@@ -20,10 +20,7 @@ from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.receiver import TransferReceiver
 from pdmesh.kvtransfer.tcp import TcpListener
 from pdmesh.model.deepseek import DeepseekV3
-from pdmesh.model.grammar import Grammars
-from pdmesh.model.page_format import page_format
-from pdmesh.model.rows_check import check_rows
-from pdmesh.model.weights import fingerprint, load_model
+from pdmesh.model.served import load_served_model, served_grammars
 from pdmesh.registry.host import Binding, Life, host_worker
 from pdmesh.registry.loading import LoadingLog
 from pdmesh.registry.metrics import metrics_endpoint, on_loop
@@ -149,34 +146,25 @@ async def serve_decode(config: DecodeConfig) -> None:
 
 
 def _load(config: DecodeConfig) -> tuple[DeepseekV3, PageFormat]:
-    """The model, and the format of its pages."""
     loading = LoadingLog(config.worker_id, config.model_path)
-    model = load_model(
+    loaded = load_served_model(
         config.model_path,
-        getattr(torch, config.dtype),
-        torch.device(config.device),
+        config.model_name,
+        dtype=config.dtype,
+        device=config.device,
         mtp=config.mtp,
+        page_size=config.page_size,
+        arithmetic=config.arithmetic,
         progress=loading.progress,
     )
-    fmt = page_format(
-        model.config,
-        config.model_name,
-        fingerprint(config.model_path),
-        config.dtype,
-        config.mtp,
-        config.page_size,
-        config.arithmetic,
-    )
     loading.loaded()
-    check_rows(model)
-    return model, fmt
+    return loaded
 
 
 def _limits(
     config: DecodeConfig, model: DeepseekV3, fmt: PageFormat, instance: str, secret: bytes
 ) -> DecodeLimits:
     vocab_size = model.config.vocab_size
-    with_grammars = (config.model_path / "tokenizer.json").is_file()
     return DecodeLimits(
         instance=instance,
         page_format=fmt,
@@ -188,5 +176,5 @@ def _limits(
         growth_tokens=config.growth_tokens,
         max_waiting=config.max_waiting,
         park_bytes=config.park_mb * _MIB,
-        grammars=Grammars(config.model_path, vocab_size) if with_grammars else None,
+        grammars=served_grammars(config.model_path, vocab_size),
     )

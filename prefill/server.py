@@ -10,10 +10,7 @@ import torch
 from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.model.deepseek import DeepseekV3
-from pdmesh.model.grammar import Grammars
-from pdmesh.model.page_format import page_format
-from pdmesh.model.rows_check import check_rows
-from pdmesh.model.weights import fingerprint, load_model
+from pdmesh.model.served import load_served_model, served_grammars
 from pdmesh.prefill.config import PrefillConfig
 from pdmesh.prefill.metrics import PrefillMetrics
 from pdmesh.prefill.runner import PrefillRunner
@@ -51,13 +48,12 @@ async def serve_prefill(config: PrefillConfig) -> None:
         on_evict=lambda hashes: leases[0].evict(hashes),
     )
     vocab_size = model.config.vocab_size
-    with_grammars = (config.model_path / "tokenizer.json").is_file()
     limits = PrefillLimits(
         fmt,
         vocab_size,
         model.config.max_position_embeddings,
         secret,
-        Grammars(config.model_path, vocab_size) if with_grammars else None,
+        served_grammars(config.model_path, vocab_size),
     )
     worker = PrefillWorker(
         PrefillRunner(model, store, fmt.page_size, fmt.mtp_layers > 0, fmt.arithmetic),
@@ -132,24 +128,16 @@ async def serve_prefill(config: PrefillConfig) -> None:
 
 
 def _load(config: PrefillConfig) -> tuple[DeepseekV3, PageFormat]:
-    """The model, and the format of its pages."""
     loading = LoadingLog(config.worker_id, config.model_path)
-    model = load_model(
+    loaded = load_served_model(
         config.model_path,
-        getattr(torch, config.dtype),
-        torch.device(config.device),
+        config.model_name,
+        dtype=config.dtype,
+        device=config.device,
         mtp=config.mtp,
+        page_size=config.page_size,
+        arithmetic=config.arithmetic,
         progress=loading.progress,
     )
-    fmt = page_format(
-        model.config,
-        config.model_name,
-        fingerprint(config.model_path),
-        config.dtype,
-        config.mtp,
-        config.page_size,
-        config.arithmetic,
-    )
     loading.loaded()
-    check_rows(model)
-    return model, fmt
+    return loaded
