@@ -122,7 +122,7 @@ class Account:
         """An attempt that came to nothing."""
         if failure.preempted:
             self._metrics.preemptions.inc()
-        else:
+        elif failure.broken:
             self._metrics.failed_attempts.labels(failure.worker.role).inc()
         well = "preempted" if failure.preempted else "no_room"
         name = "attempt_failed" if failure.broken else well

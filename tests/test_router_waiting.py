@@ -48,6 +48,8 @@ async def test_every_worker_is_asked_before_one_is_waited_at(tmp_path):
         assert answer.last.timing.queue_ms > 50
         assert mesh.router.metrics.value("pdmesh_num_requests_waiting") == 0
         assert mesh.router.metrics.value("pdmesh_request_queue_time_seconds_sum") > 0.05
+        failed = mesh.router.metrics.value("pdmesh_failed_attempts_total", role="decode")
+        assert not failed, "want of room is no failure"
         await mesh.at_rest()
 
 
