@@ -18,8 +18,6 @@ LONG = 40
 DECODE_PAGES = 8
 """1.3 times the six pages of a long request: up to 48 prompt tokens and 40 more."""
 SAMPLE, ALL = 120, 1000
-# With promises that grow a worker was once seen to stall for good under 1,000 requests.
-GROWING = [pytest.param(n, 16, marks=pytest.mark.full) for n in (1, 2)]
 SLACK_S = 2.0
 """What calls between processes add on a busy machine."""
 
@@ -93,7 +91,7 @@ async def served(stub, prompt, case, first_is_done):
 
 @pytest.mark.parametrize("count", [SAMPLE, pytest.param(ALL, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    ("workers", "growth"), [(1, 0), GROWING[0], GROWING[1], (4, 0)], ids=lambda value: str(value)
+    ("workers", "growth"), [(1, 0), (1, 16), (2, 16), (4, 0)], ids=lambda value: str(value)
 )
 async def test_every_request_is_served_in_turn_from_pools_for_one(
     checkpoint, prompts, expected, workers, growth, count
