@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from pdmesh.decode.lease import LeaseEntry
@@ -62,13 +64,19 @@ def new_sequence(
         tokens=[*request.token_ids, request.first_token],
         computed=len(request.token_ids),
         pending=_last_hidden(limits, fin),
-        sampling=_sampling(limits, request),
+        sampling=sampling_state(limits, request, (request.first_token,)),
         hashes=list(hashes),
     )
 
 
-def _sampling(limits: DecodeLimits, request: StreamRequest) -> SamplingState:
-    """The sampling state after the first token."""
+def sampling_state(
+    limits: DecodeLimits, request: StreamRequest, output: Sequence[int]
+) -> SamplingState:
+    """The sampling state after ``output``, every token that followed ``request.token_ids``.
+
+    Raises:
+        InvalidRequest: its grammar is refused, or cannot be served here.
+    """
     params, tokens = request.sampling, request.token_ids
     num_prompt = len(tokens) - request.output_offset
     grammar = None
@@ -82,18 +90,28 @@ def _sampling(limits: DecodeLimits, request: StreamRequest) -> SamplingState:
         eos=request.eos_token_ids,
         index=request.sample_index,
         grammar=grammar,
-        output=(*tokens[num_prompt:], request.first_token),
+        output=(*tokens[num_prompt:], *output),
     )
 
 
 def _last_hidden(limits: DecodeLimits, fin: Fin) -> torch.Tensor | None:
     """[1, hidden], on the CPU; None where MTP is off."""
+    rows = hidden_rows(limits, fin.last_hidden)
+    if rows is not None and rows.shape[0] != 1:
+        raise TransferFailed(f"prefill sent {rows.shape[0]} hidden states, MTP needs one")
+    return rows
+
+
+def hidden_rows(limits: DecodeLimits, data: bytes) -> torch.Tensor | None:
+    """[k, hidden] from raw bytes in the model's dtype, on the CPU; None where MTP is off.
+
+    Raises:
+        TransferFailed: these are not the bytes of whole rows.
+    """
     if limits.page_format.mtp_layers == 0:
         return None
     dtype: torch.dtype = getattr(torch, limits.page_format.dtype)
-    expected = limits.hidden_size * dtype.itemsize
-    if len(fin.last_hidden) != expected:
-        raise TransferFailed(
-            f"prefill sent a hidden state of {len(fin.last_hidden)} bytes, MTP needs {expected}"
-        )
-    return torch.frombuffer(bytearray(fin.last_hidden), dtype=dtype).unsqueeze(0)
+    row = limits.hidden_size * dtype.itemsize
+    if not data or len(data) % row:
+        raise TransferFailed(f"a hidden state of {len(data)} bytes came, MTP needs {row}")
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(-1, limits.hidden_size)

@@ -19,7 +19,9 @@ class DecodeConfig:
     off; ``growth_tokens`` how many tokens are promised ahead of a running sequence, 0 for all it
     may generate; ``park_mb`` the MiB of host memory for pages of preempted sequences;
     ``max_waiting`` how many reservations may wait for pages; ``port`` 0 lets the system choose;
-    ``metrics_port`` 0 means no Prometheus endpoint.
+    ``metrics_port`` 0 means no Prometheus endpoint;
+    ``pull_s`` how long a reservation may wait for cached pages of other workers, 0 for not at all;
+    ``drain_s`` how long a worker that is told to end may take to finish what it has.
     """
 
     worker_id: str
@@ -39,6 +41,8 @@ class DecodeConfig:
     pages: int = 256
     threads: int = 1
     lease_ttl_s: float = 5.0
+    drain_s: float = 30.0
+    pull_s: float = 2.0
     max_batch: int = 32
     lease_idle_s: float = 60.0
     draft_tokens: int = 1

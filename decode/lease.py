@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -37,21 +39,36 @@ class LeaseEntry:
     """0 for the lease itself, i for its i-th fork."""
     rank: Rank = field(default_factory=lambda: Rank(0.0))
     group: LeaseGroup | None = None
+    idle_s: float = math.inf
+    """Longest time without a sign of whoever wants it, where that is less than the worker's."""
+    deadline: float = 0.0
+    """On the event loop's clock."""
+    readers: int = 0
+    """Transfers that read its pages; these are given back when none is left."""
+    leaving: bool = False
+    """It is over, and only its readers keep the pages."""
+    on_freed: Callable[[], None] | None = None
 
 
 @dataclass(eq=False)
 class LeaseGroup:
-    """The answers of one request, and the transfer that all of them wait for.
+    """The answers of one request, and the transfers that all of them wait for.
 
     Attributes:
-        transfer_id: lease id that the prefill worker writes under; that of the first answer,
-            whether or not it is still wanted.
         reservation: holds the pages and promises of all until the prompt has arrived.
+        transfers: lease ids that others write under, each with its part of the page table. For a
+            prompt it is one, that of the first answer, whether or not it is still wanted; for an
+            answer taken over from another worker one a round.
         members: answers not yet freed, in order.
         arrived: each member has a reservation of its own.
     """
 
-    transfer_id: str
     reservation: Reservation
+    transfers: dict[str, slice] = field(default_factory=dict)
     members: list[LeaseEntry] = field(default_factory=list)
     arrived: bool = False
+
+    @property
+    def transfer_id(self) -> str:
+        """The lease id that the prefill worker writes under."""
+        return next(iter(self.transfers))

@@ -19,7 +19,7 @@ from pdmesh.decode.lease import LeaseEntry, LeaseGroup
 from pdmesh.decode.limits import DecodeLimits, PageNeed, page_need
 from pdmesh.decode.queue import Rank, rank
 from pdmesh.decode.room import CutWithLease, Room, wait_for_lease
-from pdmesh.kvcache.manager import KvManager
+from pdmesh.kvcache.manager import KvManager, Reservation
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.protocol.receiver import Phase
 from pdmesh.kvtransfer.receiver import TransferReceiver
@@ -99,8 +99,7 @@ class Leases:
         """
         need = self._checked_need(request)
         now = self._loop.time()
-        arrived = now - max(0, request.waited_ms) / 1e3
-        place = rank(request.priority, arrived, self._limits.ageing_s, next(self._numbers))
+        place = self.place(request.priority, request.waited_ms)
         deadline = now + max(0, request.deadline_ms) / 1e3
         lease = None if self.room.must_wait(place) else self._try(request, need, place, deadline)
         if lease is None and request.wait_ms > 0:
@@ -108,6 +107,11 @@ class Leases:
         if lease is None:
             raise Overloaded("no pages are free on this decode worker; retry in a second")
         return lease
+
+    def place(self, priority: int, waited_ms: int) -> Rank:
+        """The place of one that has been in the mesh for ``waited_ms``."""
+        arrived = self._loop.time() - max(0, waited_ms) / 1e3
+        return rank(priority, arrived, self._limits.ageing_s, next(self._numbers))
 
     def _checked_need(self, request: ReserveRequest) -> PageNeed:
         need = page_need(self._limits, request)
@@ -151,6 +155,12 @@ class Leases:
         if granted is not None and not granted.done():
             granted.set_exception(Cancelled("the reservation was withdrawn while it waited"))
 
+    def hand_back(self, error: PdmeshError) -> None:
+        """Ends every wait for room with ``error``."""
+        for granted in self._turns.values():
+            if not granted.done():
+                granted.set_exception(error)
+
     def _try(
         self, request: ReserveRequest, need: PageNeed, place: Rank, deadline: float
     ) -> Lease | None:
@@ -171,7 +181,7 @@ class Leases:
         except PdmeshError:
             reservation.release()
             raise
-        group = LeaseGroup(ids[0], reservation)
+        group = LeaseGroup(reservation, {ids[0]: slice(reservation.matched, None)})
         for answer, lease_id in enumerate(ids):
             self._add(group, answer, lease_id, request, place, deadline)
         event(
@@ -208,8 +218,13 @@ class Leases:
         entry = LeaseEntry(
             lease_id, 1, request, group.reservation, answer=answer, rank=own, group=group
         )
+        self.enter(group, entry, deadline)
+
+    def enter(self, group: LeaseGroup, entry: LeaseEntry, deadline: float) -> None:
+        """From now on the lease is known, and its time runs."""
         group.members.append(entry)
-        self._entries[lease_id] = entry
+        self._entries[entry.lease_id] = entry
+        entry.deadline = deadline
         entry.timers["deadline"] = self._loop.call_at(
             deadline, self._expire, entry, "the deadline of the request has passed"
         )
@@ -241,38 +256,61 @@ class Leases:
     def free(self, entry: LeaseEntry) -> None:
         """Gives the pages back; those a remote write may still reach go to quarantine. Idempotent.
 
-        Call between steps.
+        Call between steps. While transfers read the pages, this waits for them.
         """
         group = entry.group
+        if entry.readers:
+            entry.leaving = True
+            return
         if self._entries.pop(entry.lease_id, None) is None or group is None:
             return
         for timer in entry.timers.values():
             timer.cancel()
         group.members.remove(entry)
-        if not group.members and not self._receiver.cancel(group.transfer_id):
-            self._quarantine(group)
+        if not group.members:
+            for transfer_id, part in group.transfers.items():
+                if not self._receiver.cancel(transfer_id):
+                    self._quarantine(group.reservation, transfer_id, part)
         if group.arrived or not group.members:
             entry.reservation.release()
         else:
             group.reservation.shrink(page_need(self._limits, entry.request).further)
         entry.freed.set()
+        if entry.on_freed is not None:
+            entry.on_freed()
         self._on_room()
+
+    def hold(self, entry: LeaseEntry) -> None:
+        """A transfer reads the pages from now on: they are not given back before ``let_go``."""
+        entry.readers += 1
+
+    def let_go(self, entry: LeaseEntry) -> None:
+        """One transfer reads them no more."""
+        entry.readers -= 1
+        if entry.leaving:
+            self.free(entry)
+        elif not entry.readers:
+            self._on_room()
 
     # ---- time -----------------------------------------------------------------------------
 
+    def touch(self, entry: LeaseEntry) -> None:
+        """Somebody has come for the lease: its idle time begins anew."""
+        entry.timers["idle"].cancel()
+        self._watch_idle(entry)
+
     def _watch_idle(self, entry: LeaseEntry) -> None:
-        entry.timers["idle"] = self._loop.call_later(
-            self._limits.lease_idle_s, self._check_idle, entry
-        )
+        idle_s = min(self._limits.lease_idle_s, entry.idle_s)
+        entry.timers["idle"] = self._loop.call_later(idle_s, self._check_idle, entry)
 
     def _check_idle(self, entry: LeaseEntry) -> None:
         """A lease that is neither read nor written is forgotten by all; its deadline may be far."""
         if entry.streaming or entry.group is None:
             return
-        if self._receiver.phase(entry.group.transfer_id) is Phase.FILLING:
+        if any(self._receiver.phase(t) is Phase.FILLING for t in entry.group.transfers):
             self._watch_idle(entry)
         else:
-            self._expire(entry, "no prefill worker and no router came for the lease")
+            self._expire(entry, "no writer and no router came for the lease")
 
     def _expire(self, entry: LeaseEntry, reason: str) -> None:
         if self.holds(entry):
@@ -281,12 +319,11 @@ class Leases:
 
     # ---- quarantine -----------------------------------------------------------------------
 
-    def _quarantine(self, group: LeaseGroup) -> None:
+    def _quarantine(self, reservation: Reservation, transfer_id: str, part: slice) -> None:
         """Sets aside the pages that a one-sided write may still reach; ``drained`` ends it."""
-        reservation = group.reservation
-        pages = reservation.pages[reservation.published :]
-        self._quarantines[group.transfer_id] = reservation.quarantine(pages)
-        event(log, "quarantined", lease=group.transfer_id, pages=len(pages))
+        pages = reservation.pages[part]
+        self._quarantines[transfer_id] = reservation.quarantine(pages)
+        event(log, "quarantined", lease=transfer_id, pages=len(pages))
 
     def drained(self, lease_id: str) -> None:
         """No write of a freed lease can land any more. Call it from any thread."""

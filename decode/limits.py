@@ -24,6 +24,7 @@ class DecodeLimits:
         max_waiting: reservations that may wait for room.
         park_bytes: host memory for the pages of sequences that gave theirs up.
         ageing_s: seconds of waiting that make up for one step of priority.
+        max_migrations: answers that may be on their way to other workers at a time.
         grammars: compiles what structured output asks for; without it such requests are refused.
     """
 
@@ -38,6 +39,7 @@ class DecodeLimits:
     max_waiting: int = 1024
     park_bytes: int = GIB
     ageing_s: float = 10.0
+    max_migrations: int = 2
     grammars: Grammars | None = None
 
     def ahead(self, room: int) -> int:

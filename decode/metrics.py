@@ -37,6 +37,8 @@ class DecodeMetrics(WorkerMetrics):
         self._overhead = self.histogram("engine_overhead_seconds", text, _OVERHEAD_BUCKETS)
         text = "From a reservation's arrival to its lease."
         self._queue_time = self.histogram("request_queue_time_seconds", text, REQUEST_BUCKETS)
+        text = "For which an answer that moved to another worker stood still."
+        self._frozen = self.histogram("migration_frozen_seconds", text, REQUEST_BUCKETS)
         self.gauge("parked_bytes", "Host memory of the pages set aside.", parked_bytes)
 
     def observe(self, facts: DecodeStepFacts) -> None:
@@ -44,6 +46,10 @@ class DecodeMetrics(WorkerMetrics):
         self._step.observe(facts.duration_s)
         self._batch.observe(facts.num_sequences)
         self._overhead.observe(max(0.0, facts.duration_s - facts.model_s))
+
+    def moved_out(self, frozen_s: float) -> None:
+        """One answer that moved out, and stood still for ``frozen_s`` seconds."""
+        self._frozen.observe(frozen_s)
 
     def reserved(self, request: ReserveRequest, lease: Lease, waited_s: float) -> None:
         """One reservation that was granted after ``waited_s`` seconds."""

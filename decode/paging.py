@@ -65,6 +65,7 @@ class Paging:
         self._lot = ParkingLot(store, limits.park_bytes)
         self._aside: dict[DecodeSequence, _Aside] = {}
         self._returning: list[DecodeSequence] = []
+        self._leaving: set[DecodeSequence] = set()
         self.preempted = 0
 
     @property
@@ -76,6 +77,10 @@ class Paging:
     def parked_bytes(self) -> int:
         """Host memory in use."""
         return self._lot.used_bytes
+
+    def is_aside(self, sequence: DecodeSequence) -> bool:
+        """Whether its pages are set aside, or about to be."""
+        return sequence in self._aside or sequence in self._leaving
 
     # ---- growth ---------------------------------------------------------------------------
 
@@ -132,10 +137,20 @@ class Paging:
         known = sequence.computed + 1
         return self._limits.pages(known + self._limits.ahead(sequence.room))
 
+    def trim(self, sequence: DecodeSequence) -> None:
+        """Gives back what is promised beyond that, to one that came with more."""
+        reservation = sequence.entry.reservation
+        over = reservation.num_pages + reservation.remaining - self._pages_ahead(sequence)
+        reservation.shrink(max(0, min(over, reservation.remaining)))
+
     # ---- giving way -----------------------------------------------------------------------
 
     async def _take_from_others(self, sequence: DecodeSequence, short: int) -> bool:
-        others = [s for s in self._scheduler.members() if s is not sequence and not s.cancelled]
+        others = [
+            s
+            for s in self._scheduler.members()
+            if s is not sequence and not s.cancelled and not s.pinned
+        ]
         victims = choose_victims(
             short - self._kv.available, _rank(sequence), others, _rank, self._releasable
         )
@@ -144,7 +159,9 @@ class Paging:
         claims = [self._claim(victim) for victim in victims]
         filled = [parked for parked in claims if parked is not None]
         loop = asyncio.get_running_loop()
+        self._leaving.update(victims)
         await loop.run_in_executor(self._compute, self._lot.fill, filled)
+        self._leaving.clear()
         for victim in victims:
             self._scheduler.remove(victim)
             victim.entry.reservation.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,7 @@ from pdmesh.decode.runner import StepRows
 from pdmesh.decode.speculate import Accepted
 from pdmesh.model.sampler import SamplingState
 from pdmesh.wire.errors import PdmeshError
+from pdmesh.wire.handoff import StreamItem
 from pdmesh.wire.hashes import child_hash
 from pdmesh.wire.messages import StreamRequest, TokenChunk
 
@@ -41,12 +43,24 @@ class DecodeSequence:
     accepted: int = 0
     transfer_ms: float = 0.0
     done: bool = False
-    queue: asyncio.Queue[TokenChunk | PdmeshError] = field(default_factory=asyncio.Queue)
+    queue: asyncio.Queue[StreamItem | PdmeshError | None] = field(default_factory=asyncio.Queue)
+    """For its stream; None ends the stream of a sequence that goes on elsewhere."""
+    unread: deque[TokenChunk] = field(default_factory=deque)
+    """Chunks that the stream has not handed on yet."""
+    moving: bool = False
+    """A handoff to another worker is under way."""
+    stopping: bool = False
+    """It is to leave the batch before the next step, for a handoff."""
 
     @property
     def cancelled(self) -> bool:
         """The lease was ended from outside: no further step runs."""
         return self.entry.ended is not None
+
+    @property
+    def pinned(self) -> bool:
+        """Its pages cannot be set aside: they are being copied to another worker."""
+        return self.moving or self.entry.readers > 0
 
     @property
     def room(self) -> int:

@@ -10,21 +10,28 @@ import torch
 
 from pdmesh.decode.config import DecodeConfig
 from pdmesh.decode.limits import DecodeLimits
+from pdmesh.decode.methods import migration_methods
 from pdmesh.decode.metrics import DecodeMetrics
+from pdmesh.decode.pulling import PullingReserve
 from pdmesh.decode.runner import DecodeRunner
 from pdmesh.decode.scheduler import DecodeScheduler
 from pdmesh.decode.sequence import DecodeSequence
 from pdmesh.decode.worker import DecodeWorker
 from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
+from pdmesh.kvtransfer.pull_exchange import PrefixExchange, tcp_transport
 from pdmesh.kvtransfer.receiver import TransferReceiver
+from pdmesh.kvtransfer.shm import ShmListener
 from pdmesh.kvtransfer.tcp import TcpListener
+from pdmesh.kvtransfer.transport import Listener
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.served import load_served_model, served_grammars
-from pdmesh.registry.host import Binding, Life, host_worker
+from pdmesh.registry.draining import Life, Workload, counted
+from pdmesh.registry.host import Binding, host_worker
 from pdmesh.registry.loading import LoadingLog
 from pdmesh.registry.metrics import metrics_endpoint, on_loop
 from pdmesh.registry.publisher import WorkerLease
+from pdmesh.registry.pull_metrics import PullMetrics
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
 from pdmesh.wire.messages import (
@@ -52,7 +59,13 @@ async def serve_decode(config: DecodeConfig) -> None:
     secret = read_secret(config.secret_file)
     model, fmt = _load(config)
     store = LatentStore(
-        config.pages, fmt.num_layers, fmt.page_size, fmt.latent_width, model.dtype, config.device
+        config.pages,
+        fmt.num_layers,
+        fmt.page_size,
+        fmt.latent_width,
+        model.dtype,
+        config.device,
+        shared=True,
     )
     leases: list[WorkerLease] = []
     kv = KvManager(
@@ -63,11 +76,22 @@ async def serve_decode(config: DecodeConfig) -> None:
     )
     instance, life = new_instance(), Life()
     limits = _limits(config, model, fmt, instance, secret)
-    receiver = TransferReceiver(store, [TcpListener(fmt, config.transfer_host)])
+    shm: list[Listener] = [] if store.memory_fd is None else [ShmListener(fmt)]
+    listeners = [*shm, TcpListener(fmt, config.transfer_host)]
+    receiver = TransferReceiver(store, listeners)
     receiver.start()
     scheduler: DecodeScheduler[DecodeSequence] = DecodeScheduler(config.max_batch)
     runner = DecodeRunner(model, store, fmt.page_size, config.draft_tokens)
     worker = DecodeWorker(runner, kv, store, receiver, scheduler, limits)
+    exchange = PrefixExchange(
+        kv,
+        instance,
+        fmt,
+        [tcp_transport(store, config.transfer_host)],
+        timeout_s=config.pull_s,
+        on_room=worker.pages_freed,
+    )
+    pulling = PullingReserve(worker, exchange.fetcher)
 
     def facts() -> WorkerStatus:
         return WorkerStatus(
@@ -87,6 +111,9 @@ async def serve_decode(config: DecodeConfig) -> None:
             drafted=worker.drafted,
             accepted=worker.accepted,
             step_ms=worker.step_ms,
+            moved_in=worker.adoptions.moved_in,
+            moved_out=worker.migrations.moved_out,
+            pulled_pages=exchange.fetcher.pages,
         )
 
     metrics = DecodeMetrics(
@@ -96,6 +123,8 @@ async def serve_decode(config: DecodeConfig) -> None:
         lambda: worker.parked_bytes,
     )
     worker.observe = metrics.observe
+    exchange.fetcher.observe = PullMetrics(metrics).observe
+    worker.migrations.observe = metrics.moved_out
 
     def lease(address: str) -> tuple[WorkerRecord, WorkerLease]:
         record = WorkerRecord(
@@ -123,26 +152,33 @@ async def serve_decode(config: DecodeConfig) -> None:
 
     async def reserve(request: ReserveRequest) -> Lease:
         began = time.monotonic()
-        granted = await worker.reserve(request)
+        granted = await pulling.reserve(request)
         metrics.reserved(request, granted, time.monotonic() - began)
         return granted
 
     async def status(_: Empty) -> WorkerStatus:
-        return msgspec.structs.replace(facts(), problems=tuple(worker.check_integrity()))
+        problems = worker.check_integrity() + exchange.check_integrity()
+        return msgspec.structs.replace(facts(), problems=tuple(problems))
 
     async def finish() -> None:
+        await exchange.close()
+        await worker.migrations.close()
         worker.close()
         receiver.close()
 
     methods = [
         Method("Reserve", ReserveRequest, unary=reserve),
         Method("Stream", StreamRequest, stream=worker.stream),
-        Method("Release", ReleaseRequest, unary=worker.release),
+        Method("Release", ReleaseRequest, unary=pulling.release),
         Method("Status", Empty, unary=status),
+        *migration_methods(worker),
+        *exchange.methods(),
     ]
+    exchange.start()
     binding = Binding(config.host, config.port)
+    work = Workload(lambda: counted(worker.leases, "answer"), worker.hand_back)
     async with metrics_endpoint(metrics.registry, config.host, config.metrics_port):
-        await host_worker(binding, methods, worker.run, lease, finish, life)
+        await host_worker(binding, methods, worker.run, lease, finish, life, work, config.drain_s)
 
 
 def _load(config: DecodeConfig) -> tuple[DeepseekV3, PageFormat]:

@@ -8,31 +8,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-from pdmesh.decode.admission import check_stream, new_sequence
+from pdmesh.decode.adoption import Adoptions
 from pdmesh.decode.facts import DecodeStepFacts
 from pdmesh.decode.lease import LeaseEntry
 from pdmesh.decode.leases import Leases
 from pdmesh.decode.limits import DecodeLimits
+from pdmesh.decode.migration import Migrations
 from pdmesh.decode.paging import Paging
-from pdmesh.decode.runner import DecodeRunner, StepRows
+from pdmesh.decode.peers import Peers
+from pdmesh.decode.runner import DecodeRunner
 from pdmesh.decode.scheduler import DecodeScheduler
 from pdmesh.decode.sequence import DecodeSequence
+from pdmesh.decode.stepping import Stepping
+from pdmesh.decode.streams import Streams
+from pdmesh.kvcache.checksums import page_checksums
 from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.receiver import TransferReceiver
+from pdmesh.kvtransfer.sender import TransferSender
 from pdmesh.wire.errors import (
     Cancelled,
-    InternalError,
-    InvalidRequest,
     LeaseGone,
     PdmeshError,
     Preempted,
 )
-from pdmesh.wire.hashes import root_hash
+from pdmesh.wire.handoff import (
+    HANDOFF_ABORTED,
+    ChecksumsRequest,
+    ContinueRequest,
+    PageChecksums,
+    StreamItem,
+)
 from pdmesh.wire.logs import event
 from pdmesh.wire.messages import (
     Empty,
@@ -57,13 +67,16 @@ class DecodeWorker:
         receiver: TransferReceiver,
         scheduler: DecodeScheduler[DecodeSequence],
         limits: DecodeLimits,
+        *,
+        sender: TransferSender | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        self._runner = runner
         self._kv = kv
+        self._store = store
         self._receiver = receiver
         self._scheduler = scheduler
         self._limits = limits
-        self._fingerprint = limits.page_format.fingerprint()
+        self._sender = sender or TransferSender(limits.page_format)
         scheduler.rank = lambda sequence: sequence.entry.rank
         self._leases = Leases(kv, store, receiver, limits, self._let_go, self._serve_room)
         self._wake = asyncio.Event()
@@ -78,16 +91,62 @@ class DecodeWorker:
             self._end_preempted,
             self._wake.set,
         )
-        self.observe: Callable[[DecodeStepFacts], None] | None = None
-        """Told of every step, on the event loop."""
-        self.tokens_generated = 0
+        self._stepping = Stepping(runner, kv, limits, self._compute, self._stepped, self._let_go)
+        self.migrations = Migrations(
+            store,
+            self._leases,
+            scheduler,
+            limits,
+            self._sender,
+            peers if peers is not None else Peers(),
+            self._paging.is_aside,
+            self._wake.set,
+        )
+        """Answers that leave; its methods answer calls."""
+        self.adoptions = Adoptions(
+            kv, receiver, self._leases, limits, self._let_go, self._join_adopted
+        )
+        """Answers that come; its methods answer calls."""
+        self._streams = Streams(
+            limits,
+            receiver,
+            self._leases,
+            self.adoptions,
+            self._let_go,
+            self.migrations.handed_on,
+            self._join,
+        )
         self.cancelled = 0
         """Leases ended early by their client, a deadline or a cut stream, each counted once. A
         stream that the router cuts because it has found a stop string is one of them."""
-        self.drafted = 0
-        self.accepted = 0
-        """Draft tokens verified, and of those right."""
-        self.step_ms = 0.0
+
+    @property
+    def observe(self) -> Callable[[DecodeStepFacts], None] | None:
+        """Told of every step, on the event loop."""
+        return self._stepping.observe
+
+    @observe.setter
+    def observe(self, tell: Callable[[DecodeStepFacts], None] | None) -> None:
+        self._stepping.observe = tell
+
+    @property
+    def tokens_generated(self) -> int:
+        return self._stepping.tokens_generated
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens verified."""
+        return self._stepping.drafted
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens verified and right."""
+        return self._stepping.accepted
+
+    @property
+    def step_ms(self) -> float:
+        """Moving average of a step's duration."""
+        return self._stepping.step_ms
 
     @property
     def leases(self) -> int:
@@ -117,9 +176,15 @@ class DecodeWorker:
     def running(self) -> int:
         return self._scheduler.running
 
+    def hand_back(self, error: PdmeshError) -> None:
+        """Ends the wait of every reservation with ``error``; leases go on."""
+        self._leases.hand_back(error)
+
     def check_integrity(self) -> list[str]:
         """What is wrong, one sentence each; empty when all is well."""
-        return self._kv.check_integrity() + self._receiver.check_integrity()
+        books: tuple[KvManager | TransferReceiver | TransferSender, ...]
+        books = (self._kv, self._receiver, self._sender)
+        return [problem for book in books for problem in book.check_integrity()]
 
     # ---- reserve, stream, release ---------------------------------------------------------
 
@@ -133,73 +198,27 @@ class DecodeWorker:
         """
         return await self._leases.grant(request)
 
-    async def stream(self, request: StreamRequest) -> AsyncIterator[TokenChunk]:
-        """Waits for the pages, then yields the tokens of every step until the sequence ends.
+    def stream(self, request: StreamRequest) -> AsyncIterator[StreamItem]:
+        """See ``Streams.stream``."""
+        return self._streams.stream(request)
 
-        Raises:
-            LeaseGone: the lease is over.
-            InvalidRequest: it is being streamed already, was reserved for something else, or its
-                grammar is stuck.
-            TransferFailed: the pages did not arrive; nothing was generated.
-            Cancelled: the lease was released, or its deadline passed, meanwhile.
-            Preempted: its pages were needed by others, and could not be kept either.
-            InternalError: its step failed, also when it ran alone.
-        """
-        entry = self._leases.find(request.lease_id)
-        if entry is None or entry.generation != request.generation or entry.ended is not None:
-            raise LeaseGone(f"lease {request.lease_id} is over")
-        if entry.streaming:
-            raise InvalidRequest(f"lease {request.lease_id} is being streamed already")
-        hashes = check_stream(self._limits, entry.request, request)
-        entry.streaming = True
-        try:
-            sequence = await self._admit(entry, request, hashes)
-            while True:
-                item = await sequence.queue.get()
-                if isinstance(item, PdmeshError):
-                    raise item
-                yield item
-                if item.finish is not None:
-                    return
-        except (asyncio.CancelledError, GeneratorExit):
-            self._let_go(entry, Cancelled("the stream was cut"))
-            raise
-        except PdmeshError as error:
-            self._let_go(entry, error)
-            if entry.ended is not None and entry.ended is not error:
-                raise entry.ended from error  # why it could not go on: the lease was ended
-            raise
-        finally:
-            self._let_go(entry, InternalError("the stream ended"))
+    def continue_(self, request: ContinueRequest) -> AsyncIterator[StreamItem]:
+        """See ``Streams.continue_``."""
+        return self._streams.continue_(request)
 
-    async def _admit(
-        self, entry: LeaseEntry, request: StreamRequest, hashes: list[bytes]
-    ) -> DecodeSequence:
-        """Waits for the prompt's pages; then the sequence joins the batch."""
-        opened = time.monotonic()
-        grammars, grammar = self._limits.grammars, request.sampling.grammar
-        if grammars is not None and grammar:
-            await asyncio.to_thread(grammars.compile, grammar)  # kept, and used again below
-        assert entry.group is not None
-        patience = max(0.001, entry.request.deadline_ms / 1e3)
-        fin = await self._receiver.wait(entry.group.transfer_id, patience)
-        if not self._leases.holds(entry):
-            raise LeaseGone(f"lease {entry.lease_id} is over")
-        sequence = new_sequence(self._limits, entry, request, fin, hashes)
-        sequence.transfer_ms = (time.monotonic() - opened) * 1e3
-        event(
-            log,
-            "arrived",
-            request=request.request_id,
-            attempt=request.attempt,
-            lease=entry.lease_id,
-            ms=f"{sequence.transfer_ms:.1f}",
-        )
-        self._leases.arrive(entry, hashes)
-        entry.sequence = sequence
+    def _join(self, sequence: DecodeSequence) -> None:
         self._scheduler.add(sequence)
         self._wake.set()
-        return sequence
+
+    def _join_adopted(self, sequence: DecodeSequence) -> None:
+        self._paging.trim(sequence)
+        self._join(sequence)
+
+    async def checksums(self, request: ChecksumsRequest) -> PageChecksums:
+        """What the cached leading pages of a prefix hold."""
+        layers = self._limits.page_format.mtp_layers
+        compute = partial(page_checksums, self._kv, self._store, mtp_layers=layers)
+        return await asyncio.to_thread(compute, request.hashes)
 
     async def release(self, request: ReleaseRequest) -> Empty:
         """Ends a lease, whatever its state, and returns when its pages are free or in quarantine.
@@ -208,7 +227,8 @@ class DecodeWorker:
         """
         self._leases.withdraw(request.lease_id)
         entry = self._leases.find(request.lease_id)
-        if entry is not None:
+        late = request.reason == HANDOFF_ABORTED and self.adoptions.active(request.lease_id)
+        if entry is not None and not late:
             why = f"the lease was released: {request.reason}"
             early = entry.streaming or request.reason == "cancelled"
             name = "ended_early" if early or request.reason != "finished" else "released"
@@ -226,84 +246,23 @@ class DecodeWorker:
         """
         while True:
             await self._paging.bring_back()
-            for sequence in self._paging.drop_cancelled():
+            for sequence in (*self._paging.drop_cancelled(), *self.migrations.drop_cancelled()):
                 self._end(sequence)
             for sequence in self._scheduler.take(lambda s: s.cancelled):
                 self._end(sequence)
+            for sequence in self._scheduler.take(lambda s: s.stopping):
+                self.migrations.stopped(sequence)
             batch = await self._paging.next_batch()
             if batch:
-                await self._step(batch)
+                await self._stepping.step(batch)
             else:
                 await self._wake.wait()
                 self._wake.clear()
 
-    async def _step(self, batch: list[DecodeSequence]) -> None:
-        try:
-            await self._run_step(batch)
-        except _StepFailed as failed:
-            fields = {"requests": ",".join(s.request.request_id for s in batch)}
-            log.error("decode step failed", exc_info=failed.__cause__, extra={"fields": fields})
-            for sequence in batch:
-                await self._step_alone(sequence)
-
-    async def _step_alone(self, sequence: DecodeSequence) -> None:
-        """Runs one sequence of a step that failed: only who fails again is to blame."""
-        if sequence.cancelled:
-            return
-        try:
-            await self._run_step([sequence])
-        except _StepFailed as failed:
-            cause = failed.__cause__
-            if isinstance(cause, InvalidRequest):  # the request itself is to blame
-                self._let_go(sequence.entry, cause)
-            else:
-                self._let_go(sequence.entry, InternalError(f"decode step failed: {cause}"))
-
-    async def _run_step(self, batch: list[DecodeSequence]) -> None:
-        began = time.perf_counter()
-        rows = [sequence.rows() for sequence in batch]
-        loop = asyncio.get_running_loop()
-        try:
-            steps = await loop.run_in_executor(self._compute, self._runner.step, rows)
-        except Exception as error:
-            raise _StepFailed from error
-        duration = (time.perf_counter() - began) * 1e3
-        self.step_ms = 0.9 * self.step_ms + 0.1 * duration if self.step_ms else duration
-        tokens, accepted = self.tokens_generated, self.accepted
-        for sequence, step in zip(batch, steps, strict=True):
-            if not sequence.cancelled:
-                self._apply(sequence, step, duration)
-        if self.observe is not None:
-            self.observe(
-                DecodeStepFacts(
-                    duration_s=time.perf_counter() - began,
-                    model_s=steps[0].model_s,
-                    num_sequences=len(steps),
-                    num_tokens=self.tokens_generated - tokens,
-                    drafted=sum(step.drafted for step in steps),
-                    accepted=self.accepted - accepted,
-                    pages_used=self._kv.status().used,
-                )
-            )
-
-    def _apply(self, sequence: DecodeSequence, step: StepRows, duration: float) -> None:
-        drafted, accepted = sequence.drafted, sequence.accepted
-        chunk, complete = sequence.apply(step, duration)
-        self._publish(sequence, complete)
-        self.tokens_generated += len(chunk.token_ids)
-        self.drafted += sequence.drafted - drafted
-        self.accepted += sequence.accepted - accepted
-        sequence.queue.put_nowait(chunk)
+    def _stepped(self, sequence: DecodeSequence, chunk: TokenChunk) -> None:
+        self.migrations.stepped(sequence, chunk)
         if sequence.done:
             self._end(sequence)
-
-    def _publish(self, sequence: DecodeSequence, complete: int) -> None:
-        size = self._limits.page_format.page_size
-        if (len(sequence.hashes) + 1) * size > complete:
-            return
-        root = root_hash(self._limits.secret, self._fingerprint, sequence.request.tenant)
-        first, hashes = sequence.extend_hashes(self._limits.secret, root, size, complete)
-        sequence.entry.reservation.publish(first, hashes)
 
     # ---- endings --------------------------------------------------------------------------
 
@@ -312,7 +271,7 @@ class DecodeWorker:
 
         ``name`` is the event logged for a lease that no sequence came to use.
         """
-        if entry.ended is not None or not self._leases.holds(entry):
+        if entry.ended is not None or entry.leaving or not self._leases.holds(entry):
             return
         entry.ended = why
         self.cancelled += isinstance(why, Cancelled)
@@ -322,6 +281,7 @@ class DecodeWorker:
             self._leases.free(entry)
         else:
             entry.sequence.queue.put_nowait(why)
+            self.migrations.lost(entry.sequence)
             self._wake.set()
 
     def _end(self, sequence: DecodeSequence) -> None:
@@ -337,12 +297,17 @@ class DecodeWorker:
             reason="done" if ended is None else ended.message,
         )
         self._scheduler.remove(sequence)
+        self.migrations.forget(sequence)
         self._leases.free(sequence.entry)
 
     def _end_preempted(self, sequence: DecodeSequence, why: Preempted) -> None:
         """Ends a sequence that gave its pages up for good. Between steps."""
         self._let_go(sequence.entry, why)
         self._end(sequence)
+
+    def pages_freed(self) -> None:
+        """Pages may have become free that were not the sequences'."""
+        self._serve_room()
 
     def _serve_room(self) -> None:
         """Pages may have become free: for those in line, and for sequences that lack some."""
@@ -352,7 +317,3 @@ class DecodeWorker:
     def close(self) -> None:
         """Ends the compute thread."""
         self._compute.shutdown(wait=False, cancel_futures=True)
-
-
-class _StepFailed(Exception):
-    """The compute thread raised; the cause says what."""

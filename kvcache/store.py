@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
 import torch
 
-from pdmesh.wire.errors import InternalError
+from pdmesh.wire.errors import ConfigError, InternalError
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -13,10 +20,41 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return flat.cpu().numpy().data
 
 
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copies bytes of equal length; other threads run meanwhile."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+class SharedMemory:
+    """Memory of this process that others may map through its descriptor.
+
+    It is an anonymous file (memfd): there is no name to remove, also after SIGKILL.
+    """
+
+    def __init__(self, size: int) -> None:
+        try:
+            self.fd = os.memfd_create("pdmesh-latents", os.MFD_CLOEXEC)
+        except (AttributeError, OSError) as error:
+            raise ConfigError(f"this system gives no shared memory: {error}") from error
+        os.ftruncate(self.fd, size)
+        self.view = mmap.mmap(self.fd, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):
+                self.view.madvise(mmap.MADV_HUGEPAGE)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
 class LatentStore:
     """Latents of all pages of one rank.
 
     A whole page is contiguous, and so is one layer of one page: the unit of a transfer.
+
+    Args:
+        shared: on the CPU, put the pages where other processes of this host can map them
+            (``memory_fd``). The memory has no name and ends with the last process that has it.
 
     Attributes:
         tensor: [num_pages, num_layers, page_size, width], zeros at first. On the CPU the operating
@@ -31,13 +69,19 @@ class LatentStore:
         width: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        shared: bool = False,
     ) -> None:
         shape = (num_pages, num_layers, page_size, width)
         if min(shape) < 1:
             raise InternalError(f"a latent store of shape {shape} holds nothing")
         self.num_pages = num_pages
         self.num_layers = num_layers
-        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self._memory: SharedMemory | None = None
+        if shared and torch.device(device).type == "cpu":
+            self._memory = SharedMemory(math.prod(shape) * dtype.itemsize)
+            self.tensor = torch.frombuffer(self._memory.view, dtype=dtype).reshape(shape)
+        else:
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         self.page_layer_bytes = page_size * width * self.tensor.element_size()
         """Bytes of one layer of one page."""
         self._bytes = tensor_bytes(self.tensor) if self.tensor.device.type == "cpu" else None
@@ -48,6 +92,29 @@ class LatentStore:
         if self._bytes is None:
             return tensor_bytes(self.tensor[page, layer])
         return self._bytes[start : start + self.page_layer_bytes]
+
+    @property
+    def memory_fd(self) -> int | None:
+        """File descriptor of the pages' memory, all pages in order; None if it is not shared."""
+        return None if self._memory is None else self._memory.fd
+
+    def views(self, page_ids: Sequence[int], layer: int, layers: int) -> tuple[memoryview, ...]:
+        """The bytes of ``layers`` layers from ``layer`` on, one view a page (a copy from another
+        device)."""
+        return tuple(self._view(page, layer, layers) for page in page_ids)
+
+    def _view(self, page: int, layer: int, layers: int) -> memoryview:
+        start = self._offset(page, layer)
+        if layers < 1 or layer + layers > self.num_layers:
+            raise InternalError(f"a page has {self.num_layers} layers, not {layer + layers}")
+        if self._bytes is None:
+            return tensor_bytes(self.tensor[page, layer : layer + layers])
+        return self._bytes[start : start + layers * self.page_layer_bytes]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Views are the pages themselves, so they may be written through."""
+        return self._bytes is not None
 
     def write(self, page: int, layer: int, data: bytes | bytearray | memoryview) -> None:
         """Copies ``data`` into one layer of one page.
@@ -67,6 +134,24 @@ class LatentStore:
         staged = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         place = self.tensor[page, layer].reshape(-1).view(torch.uint8)
         place.copy_(staged)
+
+    def write_block(
+        self, page_ids: Sequence[int], layer: int, layers: int, pieces: Sequence[memoryview]
+    ) -> None:
+        """Copies ``pieces``, one a page, into ``layers`` layers from ``layer`` on.
+
+        Raises:
+            InternalError: as ``write``.
+        """
+        size = self.page_layer_bytes
+        for page, piece in zip(page_ids, pieces, strict=True):
+            if piece.nbytes != layers * size:
+                raise InternalError(f"{piece.nbytes} bytes for {layers} layers of {size}")
+            if self._bytes is not None:
+                copy_bytes(self._view(page, layer, layers), piece)
+                continue
+            for index in range(layers):
+                self.write(page, layer + index, piece[index * size : (index + 1) * size])
 
     @property
     def page_bytes(self) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from pdmesh.kvcache.store import LatentStore
+from pdmesh.kvtransfer.checks import EVERY_UNIT, checked_units, checksum
 from pdmesh.kvtransfer.protocol import receiver as protocol
 from pdmesh.kvtransfer.protocol.receiver import Phase, ReceiverState
-from pdmesh.kvtransfer.transport import Abort, Destination, Done, Link, Write, checksum
+from pdmesh.kvtransfer.transport import Abort, Destination, Done, Link, Write
 from pdmesh.wire.messages import Fin
 
 Notice = protocol.Deliver | protocol.Fail | protocol.Free | protocol.Drop
@@ -35,6 +38,8 @@ class Arrival:
         self.outcome: Future[Fin] = Future()
         self.outcome.set_running_or_notify_cancel()
         self._store = store
+        self._gate = threading.Lock()
+        """Held while bytes come into the pages past ``step``; see ``BlockLanding``."""
 
     @property
     def holds_pages(self) -> bool:
@@ -57,19 +62,26 @@ class Arrival:
         self.link = link
         return True
 
-    def step(self, what: protocol.Event, data: memoryview | None = None) -> list[Notice]:
+    def step(self, what: protocol.Event, pieces: tuple[memoryview, ...] = ()) -> list[Notice]:
         """Handles one event; returns what others have to learn of it.
 
+        Once this has returned, no byte lands in the pages of a lease that is not filling.
+
         Args:
-            data: the bytes of a write, if they are not in their page yet.
+            pieces: the bytes of a write, one piece a page, if they are not in their pages yet.
         """
+        was_filling = self.state.phase is Phase.FILLING
         self.state, effects = protocol.step(self.state, what)
+        if was_filling and self.state.phase is not Phase.FILLING:
+            self._gate.acquire()  # waits for what was let in before
+            self._gate.release()
         notices: list[Notice] = []
         for effect in effects:
             match effect:
-                case protocol.Store(page, layer):
-                    if data is not None:
-                        self._store.write(self.place.page_ids[page], layer, data)
+                case protocol.Store(page, layer, pages, layers):
+                    if pieces:
+                        ids = self.place.page_ids[page : page + pages]
+                        self._store.write_block(ids, layer, layers, pieces)
                 case protocol.TellSender(reason):
                     if self.link is not None:
                         self.link.send(Abort(self.lease_id, self.state.generation, reason))
@@ -83,15 +95,39 @@ class Arrival:
                     notices.append(effect)
         return notices
 
-    def landed_intact(self, write: Write) -> bool:
-        """Whether the page that a one-sided write went to has the sender's bytes."""
-        index = write.page - self.place.first_page
-        if (
-            not 0 <= index < len(self.place.page_ids)
-            or not 0 <= write.layer < self.state.num_layers
-        ):
-            return True  # the protocol refuses it for its place
-        return checksum(self._store.read(self.place.page_ids[index], write.layer)) == write.crc
+    def landing(self, write: Write) -> BlockLanding | None:
+        """The place of a write whose bytes may come straight into their pages; None if not."""
+        index = self.place.index(write.page)
+        block = index, write.layer, write.pages, write.layers
+        if not self._store.on_cpu or not self.state.wants(write.generation, *block):
+            return None
+        ids = self.place.page_ids[index : index + write.pages]
+        return BlockLanding(self, self._store.views(ids, write.layer, write.layers))
+
+    def fill(self, receive: Callable[[memoryview], int], view: memoryview) -> int | None:
+        """See ``Landing.fill``."""
+        with self._gate:
+            return receive(view) if self.state.phase is Phase.FILLING else None
+
+    def first_wrong(self, write: Write, every: int) -> int | None:
+        """Number in its block of the first unit that differs from what its sender had.
+
+        Args:
+            every: one unit in so many carries a checksum; writes with their bytes carry all.
+        """
+        index = self.place.index(write.page)
+        if not self.state.has(index, write.layer, write.pages, write.layers):
+            return None  # the protocol refuses it for its place
+        checked = list(checked_units(write, self.place, EVERY_UNIT if write.pieces else every))
+        if len(checked) != len(write.crcs):
+            return 0
+        ids = self.place.page_ids[index : index + write.pages]
+        pieces = write.pieces or self._store.views(ids, write.layer, write.layers)
+        size = self._store.page_layer_bytes
+        for (page, layer), crc in zip(checked, write.crcs, strict=True):
+            if checksum(pieces[page][layer * size : (layer + 1) * size]) != crc:
+                return page * write.layers + layer
+        return None
 
     def problems(self, open_links: set[Link]) -> list[str]:
         """What is wrong, one sentence each; empty when all is well."""
@@ -104,3 +140,11 @@ class Arrival:
         if state.arrived >> state.expected:
             found.append(f"lease {self.lease_id} counts writes that it does not have")
         return found
+
+
+class BlockLanding:
+    """A ``Landing``: the views of a block's pages behind the gate of its lease."""
+
+    def __init__(self, arrival: Arrival, views: tuple[memoryview, ...]) -> None:
+        self.views = views
+        self.fill = arrival.fill

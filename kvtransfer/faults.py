@@ -42,16 +42,17 @@ class Parcel:
     destination: Destination | None = field(compare=False, default=None)
 
 
-def flipped(data: memoryview) -> memoryview:
-    """A copy with one bit changed."""
-    copy = bytearray(data)
+def flipped(pieces: tuple[memoryview, ...]) -> tuple[memoryview, ...]:
+    """A copy with one bit of the first piece changed."""
+    copy = bytearray(pieces[0])
     copy[len(copy) // 2] ^= 1
-    return memoryview(copy)
+    return memoryview(copy), *pieces[1:]
 
 
 def repeated(item: Parcel, due: float) -> Parcel:
     """A second copy of a parcel, which does not refer to the sender's memory."""
     message = item.message
-    if isinstance(message, Write) and message.data is not None:
-        message = replace(message, data=memoryview(bytes(message.data)))
+    if isinstance(message, Write) and message.pieces:
+        copies = tuple(memoryview(bytes(piece)) for piece in message.pieces)
+        message = replace(message, pieces=copies)
     return Parcel(due, item.order, message, item.corrupt, True, item.destination)

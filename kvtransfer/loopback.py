@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from pdmesh.kvtransfer.checks import checksum
 from pdmesh.kvtransfer.faults import Faults, Parcel, flipped, repeated
 from pdmesh.kvtransfer.transport import (
     Destination,
@@ -25,7 +26,6 @@ from pdmesh.kvtransfer.transport import (
     Open,
     ReceiverEndpoint,
     Write,
-    checksum,
     refusal,
 )
 from pdmesh.wire.errors import Incompatible, TransferFailed
@@ -76,14 +76,15 @@ class _Connection:
         if self.listener.one_sided:
             return 0
         with self.changed:
-            kept = [
-                item
-                for item in self._to_receiver
-                if not isinstance(item.message, Write)
-                or item.repeat
-                or (item.message.lease_id, item.message.generation) != (lease_id, generation)
-            ]
-            taken = len(self._to_receiver) - len(kept)
+            kept: list[Parcel] = []
+            taken = 0
+            for item in self._to_receiver:
+                write = item.message
+                mine = (write.lease_id, write.generation) == (lease_id, generation)
+                if mine and isinstance(write, Write) and not item.repeat:
+                    taken += write.units
+                else:
+                    kept.append(item)
             heapq.heapify(kept)
             self._to_receiver = kept
             return taken
@@ -146,8 +147,8 @@ class _Connection:
         self._sent += 1
         place = None
         if isinstance(message, Write):
-            assert message.data is not None
-            message = replace(message, crc=checksum(message.data))
+            assert message.pieces
+            message = replace(message, crcs=_checksums(message))
             place = self._places.get((message.lease_id, message.generation))
         if number in self.faults.drop:
             self._dropped(message)
@@ -163,7 +164,7 @@ class _Connection:
     def _dropped(self, message: Message) -> None:
         """A lost write uses nobody's memory any more: the sender is told as if it were sent."""
         if isinstance(message, Write):
-            lost = replace(message, data=None)
+            lost = replace(message, pieces=())
             heapq.heappush(self._to_receiver, Parcel(self._sent - 0.5, self._sent, lost))
 
     def _next(self) -> Callable[[], None] | None:
@@ -189,16 +190,17 @@ class _Connection:
             self.close("the connection was cut")
 
     def _deliver_write(self, item: Parcel, write: Write) -> None:
-        if write.data is not None:
-            data = flipped(write.data) if item.corrupt else write.data
+        if write.pieces:
+            pieces = flipped(write.pieces) if item.corrupt else write.pieces
             if not self.listener.one_sided:
-                self._receiver.on_message(self.receiver_link, replace(write, data=data))
+                self._receiver.on_message(self.receiver_link, replace(write, pieces=pieces))
             elif item.destination is not None:
                 place = item.destination
                 if not item.repeat:
-                    page_id = place.page_ids[write.page - place.first_page]
-                    self._receiver.land(page_id, write.layer, data)
-                self._receiver.on_message(self.receiver_link, replace(write, data=None))
+                    first = place.index(write.page)
+                    for page_id, piece in zip(place.page_ids[first:], pieces, strict=False):
+                        self._receiver.land(page_id, write.layer, piece)
+                self._receiver.on_message(self.receiver_link, replace(write, pieces=()))
         if not item.repeat:
             self._sender.on_sent(self.sender_link, [write])
 
@@ -208,8 +210,19 @@ class _Connection:
         self.listener.forget(self)
 
 
+def _checksums(write: Write) -> tuple[int, ...]:
+    return tuple(
+        checksum(piece[start : start + len(piece) // write.layers])
+        for piece in write.pieces
+        for start in range(0, len(piece), len(piece) // write.layers)
+    )
+
+
 class LoopbackLink:
-    """One end of a loopback connection."""
+    """One end of a loopback connection. An opening gets its answer at once."""
+
+    asks_places = False
+    check_every = 1
 
     def __init__(self, connection: _Connection, *, towards_receiver: bool) -> None:
         self._connection = connection

@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from pdmesh.kvcache.store import LatentStore
-from pdmesh.kvtransfer.arrival import Arrival
+from pdmesh.kvtransfer.alarms import Alarms
+from pdmesh.kvtransfer.arrival import Arrival, BlockLanding
 from pdmesh.kvtransfer.protocol import receiver as protocol
 from pdmesh.kvtransfer.protocol.receiver import Phase
 from pdmesh.kvtransfer.transport import (
@@ -28,8 +30,8 @@ from pdmesh.kvtransfer.transport import (
     Listener,
     Message,
     Open,
+    Places,
     Write,
-    checksum,
 )
 from pdmesh.wire.errors import InternalError, LeaseGone, TransferFailed
 from pdmesh.wire.logs import event
@@ -39,6 +41,13 @@ log = logging.getLogger(__name__)
 
 Later = list[Callable[[], None]]
 """Calls to make once the lock is released."""
+CallLater = Callable[[float, Callable[[], None]], object]
+
+REMIND_SECONDS = 2.0
+"""After so long in quarantine the sender is asked again to say that it has drained."""
+FENCE_SECONDS = 4.0
+"""After so long its connection is closed. Nothing but its answer or its end gives pages back."""
+_ENDED = 4096
 
 
 class TransferReceiver:
@@ -53,6 +62,7 @@ class TransferReceiver:
         on_arrival: called with (lease id, FIN) once all pages of a lease are in place.
         on_failure: called with (lease id, reason) once a lease has failed.
         on_drained: called with a lease id when the quarantine that ``cancel`` spoke of is over.
+        call_later: makes a call after some seconds; a small thread of the receiver by default.
 
     The callbacks run on a transport's thread, without locks held, and must not block.
     """
@@ -65,14 +75,19 @@ class TransferReceiver:
         on_arrival: Callable[[str, Fin], None] | None = None,
         on_failure: Callable[[str, str], None] | None = None,
         on_drained: Callable[[str], None] | None = None,
+        call_later: CallLater | None = None,
     ) -> None:
-        self._store = store
+        self.store = store
+        self._alarms = Alarms()
+        self._call_later: CallLater = call_later or self._alarms.call_later
         self._listeners = list(transports)
         self.on_arrival = on_arrival
         self.on_failure = on_failure
         self.on_drained = on_drained
         self._lock = threading.Lock()
         self._arrivals: dict[str, Arrival] = {}
+        self._ended: OrderedDict[str, int] = OrderedDict()
+        """Complete pages of leases that are over and FREE."""
         self._writers: set[Link] = set()
         self._addresses: tuple[tuple[str, str], ...] = ()
         self.dropped = 0
@@ -83,16 +98,13 @@ class TransferReceiver:
         """(name, address) of each transport, best first; empty before ``start``."""
         return self._addresses
 
-    @property
-    def page_layer_bytes(self) -> int:
-        return self._store.page_layer_bytes
-
     def start(self) -> None:
         """Starts all listeners."""
         self._addresses = tuple((lis.name, lis.start(self)) for lis in self._listeners)
 
     def close(self) -> None:
         """Closes all listeners and connections; leases under way fail. Idempotent."""
+        self._alarms.close()
         for listener in self._listeners:
             listener.close()
         later: Later = []
@@ -111,20 +123,22 @@ class TransferReceiver:
         num_layers: int,
         *,
         request_id: str = "",
+        stride: int = 1,
     ) -> None:
         """Lets one sender write prompt pages ``first_page``... into physical ``page_ids``.
 
         A higher generation of a lease takes the place of a lower one, whose waiter gets
-        TransferFailed. ``request_id`` is for logs alone.
+        TransferFailed. ``request_id`` is for logs alone. With a ``stride`` the prompt pages are
+        ``first_page``, ``first_page + stride``, ...: one sender's part of a prompt.
 
         Raises:
             InternalError: the generation is not higher, a page does not exist or is promised to
                 another lease, or writes of the old generation may still land.
         """
-        place = Destination(first_page, tuple(page_ids), num_layers)
-        if not all(0 <= page < self._store.num_pages for page in page_ids):
+        place = Destination(first_page, tuple(page_ids), num_layers, stride)
+        if not all(0 <= page < self.store.num_pages for page in page_ids):
             raise InternalError(f"lease {lease_id}: a page is outside of the store")
-        if not 0 < num_layers <= self._store.num_layers or len(set(page_ids)) != len(page_ids):
+        if not 0 < num_layers <= self.store.num_layers or len(set(page_ids)) != len(page_ids):
             raise InternalError(f"lease {lease_id}: {num_layers} layers, pages {place.page_ids}")
         later: Later = []
         try:
@@ -132,7 +146,7 @@ class TransferReceiver:
                 self._replace_old(lease_id, generation, later)
                 self._check_unpromised(place.page_ids)
                 self._arrivals[lease_id] = Arrival(
-                    lease_id, generation, place, self._store, request_id
+                    lease_id, generation, place, self.store, request_id
                 )
         finally:
             _run(later)
@@ -210,11 +224,27 @@ class TransferReceiver:
             self._step(arrival, protocol.Cancelled(), later)
             safe = arrival.state.phase is Phase.FREE
             if safe:
-                del self._arrivals[lease_id]
+                self._forget(arrival)
             else:
                 arrival.owner_waits = True
         _run(later)
         return safe
+
+    def salvage(self, lease_id: str) -> int:
+        """Leading pages of a failed lease that are complete and may be used all the same.
+
+        Also after ``cancel`` and in ``on_drained``, for as long as the owner keeps the pages.
+
+        Raises:
+            InternalError: a write may still land in them.
+        """
+        with self._lock:
+            arrival = self._arrivals.get(lease_id)
+            if arrival is None:
+                return self._ended.get(lease_id, 0)
+            if arrival.state.phase is not Phase.FREE:
+                raise InternalError(f"lease {lease_id} is {arrival.state.phase.value}, not free")
+            return arrival.state.complete_pages
 
     def phase(self, lease_id: str) -> Phase | None:
         """Where a lease stands, or None if it is not known."""
@@ -237,7 +267,7 @@ class TransferReceiver:
 
     def on_message(self, link: Link, message: Message) -> None:
         """One message of a sender (transport threads); checksums are computed without the lock."""
-        intact = not isinstance(message, Write) or self._intact(message)
+        wrong = self._first_wrong(link, message) if isinstance(message, Write) else None
         later: Later = []
         with self._lock:
             arrival = self._arrivals.get(message.lease_id)
@@ -246,7 +276,7 @@ class TransferReceiver:
             elif arrival is None or arrival.link is not link:
                 self.dropped += 1
             else:
-                self._dispatch(arrival, message, intact, later)
+                self._dispatch(arrival, message, wrong, later)
         _run(later)
 
     def on_sent(self, link: Link, writes: Sequence[Write]) -> None:
@@ -272,9 +302,18 @@ class TransferReceiver:
                 return None
             return arrival.place
 
+    def landing(self, link: Link, write: Write) -> BlockLanding | None:
+        """The place of a write that may come straight into its pages (transport threads)."""
+        with self._lock:
+            arrival = self._arrivals.get(write.lease_id)
+            if arrival is None or arrival.link is not link:
+                return None
+            return arrival.landing(write)
+
     def land(self, page_id: int, layer: int, data: memoryview) -> None:
         """A one-sided write: into memory, past every check and lock."""
-        self._store.write(page_id, layer, data)
+        layers = data.nbytes // self.store.page_layer_bytes
+        self.store.write_block([page_id], layer, layers, [data])
 
     def _require(self, lease_id: str) -> Arrival:
         arrival = self._arrivals.get(lease_id)
@@ -282,41 +321,48 @@ class TransferReceiver:
             raise LeaseGone(f"lease {lease_id} is not expected here")
         return arrival
 
-    def _intact(self, write: Write) -> bool:
-        if write.data is not None:
-            return checksum(write.data) == write.crc
+    def _first_wrong(self, link: Link, write: Write) -> int | None:
+        if write.verdict is not None:
+            return write.verdict.wrong
         with self._lock:
             arrival = self._arrivals.get(write.lease_id)
-        return arrival is None or arrival.landed_intact(write)
+        if arrival is None or arrival.link is not link:
+            return None
+        return arrival.first_wrong(write, link.check_every)
 
     def _open(self, arrival: Arrival | None, link: Link, message: Open, later: Later) -> None:
         if arrival is None:
             link.send(Abort(message.lease_id, message.generation, "no such lease is expected"))
         elif arrival.open(link, message.generation):
             self._writers.add(link)
+            if link.asks_places and arrival.state.phase is Phase.FILLING:
+                link.send(Places(arrival.lease_id, message.generation, arrival.place))
             if link.closed:  # its end may have been told of already
                 self._step(arrival, protocol.ConnectionClosed("closed on opening"), later)
 
     def _dispatch(
         self,
         arrival: Arrival,
-        message: Write | FinMessage | Abort | Drained | Done,
-        intact: bool,
+        message: Write | FinMessage | Abort | Drained | Done | Places,
+        wrong: int | None,
         later: Later,
     ) -> None:
         generation = message.generation
         match message:
-            case Write(page=page, layer=layer, data=data):
-                index = page - arrival.place.first_page
-                kind = protocol.WriteArrived if intact else protocol.WriteCorrupt
-                self._step(arrival, kind(generation, index, layer), later, data)
+            case Write(page=page, layer=layer, layers=layers) if wrong is not None:
+                place = arrival.place.index(page) + wrong // layers, layer + wrong % layers
+                self._step(arrival, protocol.WriteCorrupt(generation, *place), later)
+            case Write(page=page, layer=layer, pages=pages, layers=layers):
+                block = arrival.place.index(page), layer, pages, layers
+                arrived = protocol.WriteArrived(generation, *block)
+                self._step(arrival, arrived, later, message.pieces)
             case FinMessage(fin):
                 self._step(arrival, protocol.FinArrived(fin), later)
             case Abort(reason=reason):
                 self._step(arrival, protocol.SenderAborted(generation, reason), later)
             case Drained():
                 self._step(arrival, protocol.SenderDrained(generation), later)
-            case Done():
+            case Done() | Places():
                 self.dropped += 1
 
     def _step(
@@ -324,9 +370,13 @@ class TransferReceiver:
         arrival: Arrival,
         what: protocol.Event,
         later: Later,
-        data: memoryview | None = None,
+        pieces: tuple[memoryview, ...] = (),
     ) -> None:
-        for notice in arrival.step(what, data):
+        before = arrival.state.phase
+        notices = arrival.step(what, pieces)
+        if arrival.state.phase is Phase.QUARANTINED is not before:
+            later.append(partial(self._watch, arrival))
+        for notice in notices:
             match notice:
                 case protocol.Deliver(fin):
                     later.append(partial(self._deliver, arrival, fin))
@@ -346,8 +396,25 @@ class TransferReceiver:
                     self.dropped += 1
                 case protocol.Free():
                     if arrival.owner_waits:
-                        self._arrivals.pop(arrival.lease_id, None)
+                        self._forget(arrival)
                         later.append(partial(self._drained, arrival.lease_id))
+
+    def _forget(self, arrival: Arrival) -> None:
+        self._arrivals.pop(arrival.lease_id, None)
+        self._ended[arrival.lease_id] = arrival.state.complete_pages
+        while len(self._ended) > _ENDED:
+            self._ended.popitem(last=False)
+
+    def _watch(self, arrival: Arrival) -> None:
+        """Sees to it that a quarantine ends: reminds the sender, then cuts it off."""
+        self._call_later(REMIND_SECONDS, partial(self._overdue, arrival, protocol.Reminded()))
+        self._call_later(FENCE_SECONDS, partial(self._overdue, arrival, protocol.DrainOverdue()))
+
+    def _overdue(self, arrival: Arrival, what: protocol.Reminded | protocol.DrainOverdue) -> None:
+        later: Later = []
+        with self._lock:
+            self._step(arrival, what, later)
+        _run(later)
 
     def _deliver(self, arrival: Arrival, fin: Fin) -> None:
         arrival.outcome.set_result(fin)

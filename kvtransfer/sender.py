@@ -7,18 +7,16 @@ transport holds no view of it any more.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
-
-from pdmesh.kvcache.store import tensor_bytes
+from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.loopback import LoopbackDialer
 from pdmesh.kvtransfer.protocol import sender as protocol
-from pdmesh.kvtransfer.protocol.sender import Phase, SenderState, step
+from pdmesh.kvtransfer.shm import ShmDialer
 from pdmesh.kvtransfer.tcp import TcpDialer
+from pdmesh.kvtransfer.transfer import Transfer
 from pdmesh.kvtransfer.transport import (
     Abort,
     Dialer,
@@ -28,162 +26,17 @@ from pdmesh.kvtransfer.transport import (
     Link,
     Message,
     Open,
+    Places,
     Write,
 )
-from pdmesh.wire.errors import Incompatible, InternalError, LeaseGone, TransferFailed
+from pdmesh.wire.errors import Incompatible, LeaseGone, TransferFailed
 from pdmesh.wire.hashes import PageFormat
-from pdmesh.wire.logs import event
-from pdmesh.wire.messages import Fin, Lease
+from pdmesh.wire.messages import Lease
 
-log = logging.getLogger(__name__)
+__all__ = ["Transfer", "TransferSender"]
 
 _TOMBSTONES = 4096
 Key = tuple[str, int]
-
-
-class Transfer:
-    """The pages of one prompt on their way to one lease. Thread-safe."""
-
-    def __init__(self, lease: Lease, link: Link, on_settled: Callable[[Transfer], None]) -> None:
-        self.lease = lease
-        self._on_settled = on_settled
-        self._link = link
-        self._size = lease.page_format.page_layer_bytes
-        self._changed = threading.Condition(threading.RLock())
-        self._state = SenderState(lease.page_format.num_layers)
-        self._failure: str | None = None
-
-    @property
-    def num_writes(self) -> int:
-        """(page, layer) writes made so far: what ``Fin.num_writes`` has to say."""
-        return self._state.num_writes
-
-    @property
-    def failure(self) -> str | None:
-        """Why the transfer has failed, or None; lets a caller stop computing early."""
-        return self._failure
-
-    @property
-    def phase(self) -> Phase:
-        return self._state.phase
-
-    @property
-    def settled(self) -> bool:
-        """The transfer is over and the transport holds no view of the pages."""
-        return self._state.settled
-
-    def push(self, page_index: int, layer: int, data: memoryview | torch.Tensor) -> None:
-        """Queues one layer of one page. Each (page, layer) is pushed once, when it is complete.
-
-        Blocks only while the connection's queue is full. After a failure it does nothing.
-
-        Args:
-            page_index: page of the prompt, from ``lease.cached_pages`` to ``lease.num_pages - 1``.
-            layer: layer within the page.
-            data: the raw bytes of that layer of that page, or a tensor that has them.
-
-        Raises:
-            InternalError: the place or the size is not the lease's, or it was pushed before.
-        """
-        view = tensor_bytes(data) if isinstance(data, torch.Tensor) else data.cast("B")
-        lease = self.lease
-        if not lease.cached_pages <= page_index < lease.num_pages:
-            raise InternalError(
-                f"page {page_index} is not among those lease {lease.lease_id} needs"
-            )
-        if not 0 <= layer < lease.page_format.num_layers or view.nbytes != self._size:
-            raise InternalError(
-                f"layer {layer} of {view.nbytes} bytes does not fit the page format"
-            )
-        self._link.wait_room(view.nbytes, lambda: self._over)
-        self._step(protocol.Pushed(page_index, layer), view)
-
-    def finish(self, fin: Fin, timeout: float = 60.0) -> None:
-        """Sends FIN and waits until the receiver has acknowledged every write.
-
-        In every case the transport holds no view of the pages when this returns or raises.
-
-        Raises:
-            TransferFailed: either side gave up, the connection was lost, ``fin`` counts other
-                writes than were made, or there was no acknowledgement within ``timeout`` seconds.
-        """
-        self.start_finish(fin)
-        with self._changed:
-            self._changed.wait_for(lambda: self._over or self._state.settled, timeout)
-        if not self._over:
-            self.abort(f"no acknowledgement within {timeout:g} s")
-        self._wait_settled(5.0)
-        if self._failure is not None:
-            raise TransferFailed(f"lease {self.lease.lease_id}: {self._failure}")
-
-    def start_finish(self, fin: Fin) -> None:
-        """Sends FIN without waiting."""
-        if (fin.lease_id, fin.generation) != (self.lease.lease_id, self.lease.generation):
-            raise InternalError(f"FIN of lease {fin.lease_id} for lease {self.lease.lease_id}")
-        self._step(protocol.Finished(fin))
-
-    def abort(self, reason: str, grace: float = 5.0) -> None:
-        """Gives up, tells the receiver, and waits until no write is under way. Idempotent.
-
-        A write under way that does not end within ``grace`` seconds costs the connection: it is
-        closed, and with it end the other transfers over it.
-        """
-        self.start_abort(reason)
-        self._wait_settled(grace)
-
-    def start_abort(self, reason: str) -> None:
-        """Gives up and tells the receiver, without waiting for writes under way."""
-        self._step(protocol.AbortRequested(reason))
-
-    @property
-    def _over(self) -> bool:
-        return self._state.phase in (Phase.DONE, Phase.DRAINING, Phase.DRAINED)
-
-    def _wait_settled(self, grace: float) -> None:
-        with self._changed:
-            if self._changed.wait_for(lambda: self._state.settled, grace):
-                return
-        self._link.close(f"writes of lease {self.lease.lease_id} did not drain in {grace:g} s")
-        with self._changed:
-            self._changed.wait_for(lambda: self._state.settled)
-
-    def _step(self, what: protocol.Event, data: memoryview | None = None) -> None:
-        with self._changed:
-            self._state, effects = step(self._state, what)
-            for effect in effects:
-                self._apply(effect, data)
-                if isinstance(effect, protocol.Fail):
-                    wanted = isinstance(what, protocol.AbortRequested)
-                    level = logging.INFO if wanted else logging.WARNING
-                    event(
-                        log, "push_failed", level, lease=self.lease.lease_id, reason=effect.reason
-                    )
-            self._changed.notify_all()
-            settled = self._state.settled
-        if settled:
-            self._on_settled(self)
-
-    def _apply(self, effect: protocol.Effect, data: memoryview | None) -> None:
-        """Links never block on these, so they are called under the lock, in order."""
-        lease_id, generation = self.lease.lease_id, self.lease.generation
-        match effect:
-            case protocol.PostOpen():
-                self._link.send(Open(lease_id, generation))
-            case protocol.PostWrite(page, layer):
-                self._link.send(Write(lease_id, generation, page, layer, data, 0))
-            case protocol.PostFin(fin):
-                self._link.send(FinMessage(fin))
-            case protocol.PostAbort(reason):
-                self._link.send(Abort(lease_id, generation, reason))
-            case protocol.PostDrained():
-                self._link.send(Drained(lease_id, generation))
-            case protocol.CancelQueued():
-                taken = self._link.cancel(lease_id, generation)
-                self._step(protocol.WritesDone(taken))
-            case protocol.Succeed():
-                pass
-            case protocol.Fail(reason):
-                self._failure = reason
 
 
 class TransferSender:
@@ -192,14 +45,20 @@ class TransferSender:
     Args:
         page_format: what this worker's pages are. Leases of another format are refused. None takes
             each lease's own format.
-        dialers: the transports this worker has; loopback (within a process) and TCP by default.
+        dialers: the transports this worker has; by default loopback (within a process), shared
+            memory (within a host) and TCP.
+        store: where ``push_pages`` finds its pages.
     """
 
     def __init__(
-        self, page_format: PageFormat | None = None, dialers: Sequence[Dialer] | None = None
+        self,
+        page_format: PageFormat | None = None,
+        dialers: Sequence[Dialer] | None = None,
+        store: LatentStore | None = None,
     ) -> None:
         self._page_format = page_format
-        chosen = dialers if dialers is not None else (LoopbackDialer(), TcpDialer())
+        self._store = store
+        chosen = dialers if dialers is not None else (LoopbackDialer(), ShmDialer(), TcpDialer())
         self._dialers = {dialer.name: dialer for dialer in chosen}
         self._lock = threading.Lock()
         self._dial_locks: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
@@ -224,14 +83,17 @@ class TransferSender:
         key = (lease.lease_id, lease.generation)
         self._check_new(key)
         link = self._link_to(lease, mine)
-        transfer = Transfer(lease, link, self._settled)
+        transfer = Transfer(lease, link, self._settled, self._store)
         with self._lock:
             if key in self._tombstones or key in self._transfers:
                 raise LeaseGone(f"lease {lease.lease_id} was aborted or has a writer already")
             self._transfers[key] = transfer
-        transfer._step(protocol.Granted())
+        if not link.asks_places:
+            transfer._step(protocol.Granted())
         if link.closed:
             transfer._step(protocol.ConnectionClosed("closed on opening"))
+        elif link.asks_places:
+            transfer.await_places()
         return transfer
 
     def refuse(self, lease_id: str, generation: int, reason: str) -> None:
@@ -275,6 +137,8 @@ class TransferSender:
         match message:
             case Done():
                 transfer._step(protocol.Acknowledged())
+            case Places():
+                transfer._step(protocol.Granted())
             case Abort(reason=reason):
                 transfer._step(protocol.ReceiverRefused(reason))
             case Open() | Write() | FinMessage() | Drained():
@@ -285,7 +149,7 @@ class TransferSender:
         counts: dict[Key, int] = {}
         for write in writes:
             key = (write.lease_id, write.generation)
-            counts[key] = counts.get(key, 0) + 1
+            counts[key] = counts.get(key, 0) + write.units
         for key, count in counts.items():
             transfer = self._find(link, key)
             if transfer is not None:
@@ -317,10 +181,17 @@ class TransferSender:
                 raise LeaseGone(f"lease {key[0]} has a writer already")
 
     def _link_to(self, lease: Lease, mine: PageFormat) -> Link:
+        failure: TransferFailed | None = None
         for name, address in lease.transports:
             dialer = self._dialers.get(name)
-            if dialer is not None and dialer.reaches(address):
+            if dialer is None or not dialer.reaches(address):
+                continue
+            try:
                 return self._connected(dialer, address, mine)
+            except TransferFailed as error:  # the next transport may do
+                failure = failure or error
+        if failure is not None:
+            raise failure
         offered = ", ".join(name for name, _ in lease.transports) or "none"
         raise Incompatible(
             f"no transport in common: decode worker {lease.instance} offers {offered},"

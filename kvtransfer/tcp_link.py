@@ -1,209 +1,146 @@
-"""One established TCP connection: a thread that writes a queue, a thread that reads frames."""
+"""One established TCP connection: blocks go from the sender's pages straight into the receiver's.
+
+The bytes of a block are received into their pages only while the lease wants them: each read of the
+socket, which does not block, happens behind the gate of the lease (``Landing.fill``), so a lease
+that is over takes no further byte, and whoever ends it waits for one such read at most. What is not
+wanted where it belongs (of another lease or generation, repeated, out of place) goes through memory
+of the connection and the receiver decides.
+"""
 
 from __future__ import annotations
 
-import logging
+import select
 import socket
-import threading
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from io import BufferedReader
+from collections.abc import Sequence
 
+from pdmesh.kvtransfer.checks import checksum
 from pdmesh.kvtransfer.frames import (
-    HEADER_BYTES,
-    MAX_CONTROL_BYTES,
+    CRC_BYTES,
     BadFrame,
+    Credit,
+    Header,
+    landed,
+    pack_crcs,
     read_exactly,
-    read_header,
     to_frame,
-    to_message,
+    unpack_crcs,
+    write_header,
 )
-from pdmesh.kvtransfer.transport import Endpoint, Message, Write
-from pdmesh.wire.logs import event
+from pdmesh.kvtransfer.stream_link import StreamLink, send_all
+from pdmesh.kvtransfer.transport import Landing, Message, ReceiverEndpoint, Verdict, Write
 
-log = logging.getLogger(__name__)
-
-MAX_QUEUED_BYTES = 1 << 30
-"""Bytes of writes that may wait on one connection before ``push`` blocks. They are views of pages
-in the sender's pool, not copies."""
-_BATCH_BYTES = 1 << 20
-_BATCH_FRAMES = 64
+WINDOW_BYTES = 64 << 20
+"""Bytes of writes that a receiver lets one connection have under way."""
+_FLUSH_BYTES = 1 << 18
+"""Bytes whose checksums are computed, while they are in the processor's cache, before a send."""
+_READ_BYTES = 1 << 20
 
 
-class TcpLink:
-    """A ``Link`` over a connected socket whose handshake is done; ``start`` runs its threads."""
+class TcpLink(StreamLink):
+    """A ``Link`` that sends the bytes of its writes."""
 
-    one_sided = False
+    receiver: ReceiverEndpoint | None = None
+    """Who gives writes their places, at the receiving end."""
+    _owed = 0
+    """Bytes taken in and not yet credited to the sender."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        stream: BufferedReader,
-        endpoint: Endpoint,
-        page_layer_bytes: int,
-        peer: str,
-        max_queued_bytes: int = MAX_QUEUED_BYTES,
-    ) -> None:
-        self.peer = peer
-        self._sock = sock
-        self._stream = stream
-        self._endpoint = endpoint
-        self._page_layer_bytes = page_layer_bytes
-        self._max_queued = max_queued_bytes
-        self.on_gone: Callable[[TcpLink], None] | None = None
-        """Called after ``on_closed`` of the endpoint."""
-        self._changed = threading.Condition()
-        self._queue: deque[Message] = deque()
-        self._queued_bytes = 0
-        self._closed = False
-        self._reason = ""
-        self._writer = threading.Thread(target=self._write, name=f"kv-write-{peer}", daemon=True)
-        self._reader = threading.Thread(target=self._read, name=f"kv-read-{peer}", daemon=True)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    def start(self) -> None:
-        """Starts to send and to deliver."""
-        self._writer.start()
-        self._reader.start()
-
-    def send(self, message: Message) -> None:
-        with self._changed:
-            if self._closed:
-                return
-            self._queue.append(message)
-            self._queued_bytes += _size(message)
-            self._changed.notify_all()
-
-    def cancel(self, lease_id: str, generation: int) -> int:
-        with self._changed:
-            kept: deque[Message] = deque()
-            taken = 0
-            for message in self._queue:
-                mine = (message.lease_id, message.generation) == (lease_id, generation)
-                if mine and isinstance(message, Write):
-                    taken += 1
-                    self._queued_bytes -= _size(message)
-                else:
-                    kept.append(message)
-            self._queue = kept
-            self._changed.notify_all()
-            return taken
-
-    def wait_room(self, size: int, stop: Callable[[], bool]) -> None:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._closed
-                    or self._queued_bytes == 0
-                    or self._queued_bytes + size <= self._max_queued
-                    or stop()
-                )
-            )
-
-    def close(self, reason: str) -> None:
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-            self._reason = reason
-            self._queue.clear()
-            self._queued_bytes = 0
-            self._changed.notify_all()
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def join(self) -> None:
-        """Waits until ``on_closed`` has been called, after ``close``."""
-        if threading.current_thread() not in (self._reader, self._writer):
-            self._reader.join()
-
-    def _take_batch(self) -> list[Message]:
-        batch: list[Message] = []
+    def _post(self, batch: list[Message | Credit]) -> None:
+        parts: list[bytes | memoryview] = []
         size = 0
-        while self._queue and len(batch) < _BATCH_FRAMES and size < _BATCH_BYTES:
-            message = self._queue.popleft()
-            size += _size(message)
-            batch.append(message)
-        self._queued_bytes -= size
-        self._changed.notify_all()
-        return batch
+        for message in batch:
+            if not isinstance(message, Write):
+                parts += to_frame(message)
+                continue
+            crcs: list[int] = []
+            parts.append(write_header(message))
+            for part in self._runs(message.pieces):
+                crcs += self._checksums(part)
+                parts.append(part)
+                size += part.nbytes
+                if size >= _FLUSH_BYTES:
+                    send_all(self._sock, parts)
+                    parts, size = [], 0
+            parts.append(pack_crcs(crcs))
+        send_all(self._sock, parts)
 
-    def _write(self) -> None:
-        reason = "the writing thread ended"
-        try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closed or bool(self._queue))
-                    if self._closed:
-                        return
-                    batch = self._take_batch()
-                parts = [part for message in batch for part in to_frame(message)]
-                send_all(self._sock, parts)
-                writes = [message for message in batch if isinstance(message, Write)]
-                if writes:
-                    self._endpoint.on_sent(self, writes)
-        except OSError as error:
-            reason = _words(error)
-        finally:
-            self.close(reason)
+    def _runs(self, pieces: Sequence[memoryview]) -> list[memoryview]:
+        """The pieces, cut into runs of whole units."""
+        step = max(1, _FLUSH_BYTES // self._page_layer_bytes) * self._page_layer_bytes
+        return [
+            piece[start : start + step] for piece in pieces for start in range(0, len(piece), step)
+        ]
 
-    def _read(self) -> None:
-        reason = "the reading thread ended"
-        try:
-            self._read_frames()
-            reason = "the peer closed the connection"
-        except BadFrame as error:
-            reason = str(error)
-            if not self._closed:
-                event(log, "connection_closed", logging.WARNING, peer=self.peer, reason=reason)
-        except OSError as error:
-            reason = _words(error)
-        finally:
-            self.close(reason)
-            self._writer.join()
-            self._stream.close()
-            self._sock.close()
-            self._endpoint.on_closed(self, self._reason)
-            if self.on_gone is not None:
-                self.on_gone(self)
+    def _checksums(self, run: memoryview) -> list[int]:
+        size = self._page_layer_bytes
+        return [checksum(run[start : start + size]) for start in range(0, len(run), size)]
 
-    def _read_frames(self) -> None:
-        buffer = bytearray(HEADER_BYTES)
-        staging = memoryview(bytearray(self._page_layer_bytes))
-        while True:
-            header = read_header(self._stream, buffer, self._page_layer_bytes)
-            if header is None:
+    def _take(self, header: Header) -> None:
+        write = landed(header)
+        if self.receiver is None:
+            raise BadFrame("a WRITE frame towards the sender")
+        landing = self.receiver.landing(self, write)
+        unit = self._page_layer_bytes
+        if landing is None:
+            staging = memoryview(bytearray(header.units * unit))
+            size = header.layers * unit
+            pieces = tuple(staging[i * size : (i + 1) * size] for i in range(header.pages))
+            self._fill(staging)
+            self._deliver(landed(header, self._read_crcs(header), pieces))
+        else:
+            found: list[int] = []
+            for view in landing.views:
+                self._receive(landing, view, found)
+            self._deliver(landed(header, verdict=_compared(found, self._read_crcs(header))))
+        self._credit(header.units * unit)
+
+    def _receive(self, landing: Landing, view: memoryview, found: list[int]) -> None:
+        """Fills one page's part of a block, and appends its units' checksums to ``found``.
+
+        They are computed while the bytes are in the processor's cache.
+        """
+        unit, done, summed = self._page_layer_bytes, 0, 0
+        while done < len(view):
+            try:
+                got = landing.fill(self._recv, view[done : done + _READ_BYTES])
+            except BlockingIOError:
+                self._wait_readable()
+                continue
+            if got is None:  # the lease is over: nobody looks at the rest
+                self._fill(memoryview(bytearray(len(view) - done)))
                 return
-            if header.length > len(staging):
-                staging = memoryview(bytearray(min(header.length, MAX_CONTROL_BYTES)))
-            payload = staging[: header.length]
-            if header.length and not read_exactly(self._stream, payload):
+            if got == 0:
                 raise BadFrame("the connection ended in the middle of a frame")
-            self._endpoint.on_message(self, to_message(header, payload))
+            done += got
+            while summed + unit <= done:
+                found.append(checksum(view[summed : summed + unit]))
+                summed += unit
+
+    def _recv(self, view: memoryview) -> int:
+        return self._sock.recv_into(view, 0, socket.MSG_DONTWAIT)
+
+    def _wait_readable(self) -> None:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        poll.poll()
+
+    def _fill(self, view: memoryview) -> None:
+        if not read_exactly(self._stream, view):
+            raise BadFrame("the connection ended in the middle of a frame")
+
+    def _read_crcs(self, header: Header) -> tuple[int, ...]:
+        data = memoryview(bytearray(header.units * CRC_BYTES))
+        self._fill(data)
+        return unpack_crcs(data)
+
+    def _credit(self, size: int) -> None:
+        self._owed += size
+        if self._window and self._owed * 4 >= self._window:
+            self.send(Credit(self._owed))
+            self._owed = 0
 
 
-def send_all(sock: socket.socket, parts: list[bytes | memoryview]) -> None:
-    """Sends all parts in order with as few system calls as the kernel allows, without a copy."""
-    views = [memoryview(part).cast("B") for part in parts if len(part)]
-    start = 0
-    while start < len(views):
-        sent = sock.sendmsg(views[start : start + 256])
-        while start < len(views) and sent >= views[start].nbytes:
-            sent -= views[start].nbytes
-            start += 1
-        if sent:
-            views[start] = views[start][sent:]
-
-
-def _size(message: Message) -> int:
-    if isinstance(message, Write) and message.data is not None:
-        return message.data.nbytes
-    return 0
-
-
-def _words(error: OSError) -> str:
-    return (error.strerror or str(error) or type(error).__name__).lower()
+def _compared(found: Sequence[int], stated: Sequence[int]) -> Verdict:
+    for number, crc in enumerate(stated):
+        if number >= len(found) or found[number] != crc:
+            return Verdict(number)
+    return Verdict()

@@ -11,10 +11,41 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-from zlib import crc32
 
+from pdmesh.kvcache.store import LatentStore
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.messages import PROTOCOL_VERSION, Fin
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a lease's pages are."""
+
+    first_page: int
+    """Prompt page index of ``page_ids[0]``."""
+    page_ids: tuple[int, ...]
+    num_layers: int
+    stride: int = 1
+    """Prompt pages from one page of the lease to the next: more than 1 where several senders
+    share a prompt."""
+
+    def index(self, page: int) -> int:
+        """Which page of the lease a prompt page is; -1 if none."""
+        index, rest = divmod(page - self.first_page, self.stride)
+        return index if rest == 0 and 0 <= index < len(self.page_ids) else -1
+
+    @property
+    def last_page(self) -> int:
+        """Prompt page index of the last page (before ``first_page`` if there is none)."""
+        return self.first_page + (len(self.page_ids) - 1) * self.stride
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a transport found when it compared the checksums of a block."""
+
+    wrong: int | None = None
+    """Number in the block of the first unit whose checksum was wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +58,41 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Sender to receiver: one layer of one page, ``page`` counted from the prompt's first."""
+    """Sender to receiver: a block of units (one layer of one page each) of a lease.
+
+    The block is ``layers`` layers from ``layer`` on of each of ``pages`` pages of the lease from
+    ``page`` on, which is counted from the prompt's first page. Its units are in page-major order.
+    """
 
     lease_id: str
     generation: int
     page: int
     layer: int
-    data: memoryview | None
-    """The bytes; None where the transport has put them into their page already."""
-    crc: int
-    """CRC-32 of the bytes as the sender had them (computed by the transport when it sends)."""
+    pieces: tuple[memoryview, ...] = ()
+    """The bytes, one piece a page; none where the transport has put them into their pages."""
+    crcs: tuple[int, ...] = ()
+    """CRC-32 of the units that are checked, as the sender had them (computed by the transport)."""
+    pages: int = 1
+    layers: int = 1
+    verdict: Verdict | None = None
+    """What the receiving transport found where it compared the checksums itself."""
+
+    @property
+    def units(self) -> int:
+        return self.pages * self.layers
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Receiver to sender, one-sided: where the pages of an opened lease are."""
+
+    lease_id: str
+    generation: int
+    destination: Destination
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +135,7 @@ class Done:
     generation: int
 
 
-Message = Open | Write | FinMessage | Abort | Drained | Done
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Where a lease's pages are, for transports that write remote memory directly."""
-
-    first_page: int
-    """Prompt page index of ``page_ids[0]``."""
-    page_ids: tuple[int, ...]
-    num_layers: int
+Message = Open | Places | Write | FinMessage | Abort | Drained | Done
 
 
 class Link(Protocol):
@@ -98,6 +144,14 @@ class Link(Protocol):
     @property
     def one_sided(self) -> bool:
         """Writes land without the receiver's check; pages need quarantine after a failure."""
+
+    @property
+    def check_every(self) -> int:
+        """One unit in so many of a landed write carries a checksum; 1: every one."""
+
+    @property
+    def asks_places(self) -> bool:
+        """The receiver answers an opening with ``Places``, and no write may come before."""
 
     @property
     def closed(self) -> bool: ...
@@ -122,7 +176,7 @@ class Endpoint(Protocol):
     """What a connection's messages go to. Called on the transport's threads."""
 
     def on_message(self, link: Link, message: Message) -> None:
-        """``message.data`` may be used only until this returns."""
+        """The pieces of a write may be used only until this returns."""
 
     def on_sent(self, link: Link, writes: Sequence[Write]) -> None:
         """The transport is through with the memory of these writes."""
@@ -131,11 +185,28 @@ class Endpoint(Protocol):
         """Called once, after the transport has let go of every write of the link."""
 
 
+class Landing(Protocol):
+    """The place in the store of a block whose bytes come in."""
+
+    @property
+    def views(self) -> Sequence[memoryview]:
+        """Memory of the block, one view a page."""
+
+    def fill(self, receive: Callable[[memoryview], int], view: memoryview) -> int | None:
+        """``receive(view)``, while which the lease cannot end; None if it has ended.
+
+        ``receive`` must not block: whoever cancels the lease waits for it.
+        """
+
+
 class ReceiverEndpoint(Endpoint, Protocol):
     """What a listener needs of its receiver."""
 
     @property
-    def page_layer_bytes(self) -> int: ...
+    def store(self) -> LatentStore: ...
+
+    def landing(self, link: Link, write: Write) -> Landing | None:
+        """The place of a write (without bytes yet) that is wanted as it is; None otherwise."""
 
     def destination(self, link: Link, lease_id: str, generation: int) -> Destination | None:
         """Where the writes of a lease opened over ``link`` go, or None if it was refused."""
@@ -173,11 +244,6 @@ class Dialer(Protocol):
             TransferFailed: nobody answers there.
             Incompatible: the peer has another version or page format.
         """
-
-
-def checksum(data: memoryview) -> int:
-    """CRC-32 of a page's layer."""
-    return crc32(data)
 
 
 def refusal(receiver: PageFormat, sender: PageFormat, sender_protocol: int) -> str | None:

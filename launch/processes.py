@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -18,6 +18,7 @@ PARENT_VARIABLE = "PDMESH_PARENT"
 REDIS_VARIABLE = "PDMESH_REDIS"
 WorkerRole = Literal["prefill", "decode"]
 Role = Literal["router", "prefill", "decode"]
+_DRAINING = re.compile(r'event=draining .*left="([^"]+)"')
 _TENSORS = re.compile(r"^loading .*tensors=(\d+/\d+)")
 
 
@@ -37,45 +38,35 @@ def threads_per_worker(topology: Topology, asked: int) -> int:
     return asked or max(1, cores() // workers)
 
 
-def mesh_specs(
-    topology: Topology, port: int, secret: Path, metrics_ports: Mapping[str, int]
-) -> list[Spec]:
-    """All processes of a mesh but the store; the router first.
-
-    ``metrics_ports``: by worker name; a worker that is not named has no metrics endpoint.
-    """
-    shared = _shared_arguments(topology, secret)
+def router_spec(topology: Topology, port: int, secret: Path, admin_file: Path) -> Spec:
+    """How to start the router; it writes the address of its admin service to ``admin_file``."""
     router = topology.router
-    specs = [
-        Spec(
-            "router",
-            "router",
-            (
-                *("--id", "router", "--port", str(port), "--deadline", str(router.deadline_s)),
-                *("--max-attempts", str(router.max_attempts)),
-                *("--metrics-port", str(router.metrics_port), *shared),
-            ),
-            1,
-        )
-    ]
-    counts: dict[WorkerRole, int] = {
-        "prefill": topology.prefill.workers,
-        "decode": topology.decode.workers,
-    }
-    for role, count in counts.items():
-        for index in range(count):
-            name = f"{role}-{index}"
-            metrics = ("--metrics-port", str(metrics_ports.get(name, 0)))
-            specs.append(_worker(topology, role, name, (*metrics, *shared)))
-    return specs
+    return Spec(
+        "router",
+        "router",
+        (
+            *("--id", "router", "--port", str(port), "--deadline", str(router.deadline_s)),
+            *("--max-attempts", str(router.max_attempts)),
+            *("--metrics-port", str(router.metrics_port), "--admin-file", str(admin_file)),
+            *_shared_arguments(topology, secret),
+        ),
+        1,
+    )
 
 
-def _worker(topology: Topology, role: WorkerRole, name: str, rest: tuple[str, ...]) -> Spec:
+def worker_spec(
+    topology: Topology, role: WorkerRole, name: str, secret: Path, metrics_port: int
+) -> Spec:
+    """How to start a worker: with its share of the cores as they are split among the workers that
+    ``topology`` names, however many there are by now. ``metrics_port`` 0: no metrics endpoint.
+    """
     section = topology.prefill if role == "prefill" else topology.decode
     threads = threads_per_worker(topology, section.threads)
     own = _prefill_arguments(topology) if role == "prefill" else _decode_arguments(topology)
     sizes = ("--pages", str(section.pages), "--threads", str(threads))
-    return Spec(name, role, ("--id", name, *sizes, *own, *rest), threads)
+    ending = ("--drain-s", str(topology.mesh.drain_s), "--metrics-port", str(metrics_port))
+    shared = _shared_arguments(topology, secret)
+    return Spec(name, role, ("--id", name, *sizes, *own, *ending, *shared), threads)
 
 
 def _prefill_arguments(topology: Topology) -> tuple[str, ...]:
@@ -148,6 +139,10 @@ class Child:
     start_at: float = 0.0
     """When to start (again)."""
     given_up: bool = False
+    late: bool = False
+    """Was added to a mesh that ran already: if it cannot start, that does not end the mesh."""
+    leaving: bool = False
+    """Is stopped on purpose: it is not started again."""
     log_offset: int = 0
 
     @property
@@ -178,12 +173,23 @@ class Child:
     def last_words(self) -> str:
         """The last line the present or last process logged."""
         try:
-            with self.log.open("rb") as file:
-                file.seek(max(self.log_offset, self.log.stat().st_size - 65_536))
-                lines = file.read().decode(errors="replace").splitlines()
+            lines = self._last_lines()
         except OSError:
             return "it wrote no log"
         return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
+
+    def left(self) -> str:
+        """What a draining process still has to do, as it logged last; empty if it said nothing."""
+        with contextlib.suppress(OSError):
+            for line in reversed(self._last_lines()):
+                if found := _DRAINING.search(line):
+                    return found[1]
+        return ""
+
+    def _last_lines(self) -> list[str]:
+        with self.log.open("rb") as file:
+            file.seek(max(self.log_offset, self.log.stat().st_size - 65_536))
+            return file.read().decode(errors="replace").splitlines()
 
     def progress(self) -> str:
         """How far the process is, by the last event it logged."""

@@ -1,8 +1,9 @@
 """The runtime directory of a mesh: where its processes, and later commands, find each other.
 
 ``$XDG_RUNTIME_DIR/pdmesh/<name>`` or ``~/.cache/pdmesh/run/<name>``, readable by its owner alone:
-``mesh.json`` (addresses), ``secret.key``, ``logs/``, and ``lock``, which ``pdmesh up`` holds as
-long as it lives; a directory whose lock is free belongs to a mesh that is gone.
+``mesh.json`` (addresses), ``secret.key``, ``control.sock``, ``logs/``, and ``lock``, which
+``pdmesh up`` holds as long as it lives; a directory whose lock is free belongs to a mesh that is
+gone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from pdmesh.wire.control import JoinInfo
 from pdmesh.wire.errors import ConfigError, Unavailable
 
 
@@ -31,6 +33,12 @@ class MeshInfo(msgspec.Struct, frozen=True, kw_only=True):
     supervisor_pid: int
     pids: dict[str, int]
     logs: str
+    control: str = ""
+    """Path of the supervisor's socket."""
+    router_admin: str = ""
+    """host:port of the router's admin service."""
+    join: JoinInfo | None = None
+    """What a further worker on this machine needs."""
 
 
 def run_root() -> Path:
@@ -52,6 +60,16 @@ class RunDir:
         """One log file a process."""
         return self.path / "logs"
 
+    @property
+    def control(self) -> Path:
+        """The supervisor's socket."""
+        return self.path / "control.sock"
+
+    @property
+    def admin_file(self) -> Path:
+        """Where the router writes the address of its admin service."""
+        return self.path / "router.admin"
+
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
 
@@ -60,8 +78,8 @@ class RunDir:
         try:
             self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.path.chmod(0o700)
-            for old in self.logs.glob("*.log"):
-                old.unlink()
+            for old in (*self.logs.glob("*.log"), self.control, self.admin_file):
+                old.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"cannot write the runtime directory {self.path}: {error.strerror}"

@@ -10,9 +10,11 @@ import secrets
 import signal
 import socket
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 from pdmesh.launch.checks import check_together
+from pdmesh.launch.join import check_joined, joined
 from pdmesh.launch.processes import REDIS_VARIABLE
 from pdmesh.launch.topology import Topology, check_host, check_model, cores, load_topology
 from pdmesh.registry.store import check_url
@@ -29,7 +31,7 @@ def serve(arguments: argparse.Namespace) -> int:
     name = arguments.id or f"{role}-{socket.gethostname()}-{secrets.token_hex(2)}"
     setup_logs(name, topology.mesh.log_level)
     if role == "router":
-        _run(_router(topology))
+        _run(_router(topology, arguments.admin_port, arguments.admin_file))
     elif role == "prefill":
         _run(_prefill(topology, name, arguments.port or 0))
     else:
@@ -41,8 +43,20 @@ def _settings(arguments: argparse.Namespace) -> Topology:
     """The topology file, overridden by what the command line says."""
     a = arguments
     topology = load_topology(a.topology)
-    variable = os.environ.get(REDIS_VARIABLE) or None
-    topology = topology.changed("mesh", f"the variable {REDIS_VARIABLE}", redis=variable)
+    if a.join is None:
+        variable = os.environ.get(REDIS_VARIABLE) or None
+        topology = topology.changed("mesh", f"the variable {REDIS_VARIABLE}", redis=variable)
+        return _overridden(topology, a)
+    if a.role == "router":
+        raise ConfigError("--join is for prefill and decode workers; leave it out for a router")
+    topology = joined(topology, a.join, a.role, a.secret_file, a.model)
+    overridden = _overridden(topology, a)
+    check_joined(topology, overridden)
+    return overridden
+
+
+def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
+    a = arguments
     topology = topology.changed("mesh", "--redis", redis=a.redis or None)
     if not topology.mesh.redis:
         raise ConfigError("no store given; add --redis URL (the one that all processes share)")
@@ -65,6 +79,7 @@ def _settings(arguments: argparse.Namespace) -> Topology:
     else:
         topology = topology.changed(a.role, "--pages", pages=a.pages)
         topology = topology.changed(a.role, "--threads", threads=a.threads)
+        topology = topology.changed("mesh", "--drain-s", drain_s=a.drain_s)
     if a.role == "prefill":
         topology = topology.changed("prefill", "--chunk-tokens", chunk_tokens=a.chunk_tokens)
         topology = topology.changed("prefill", "--max-queue", max_queue=a.max_queue)
@@ -126,6 +141,7 @@ def _prefill(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, No
             threads=section.threads or cores(),
             chunk_tokens=section.chunk_tokens,
             max_queue=section.max_queue,
+            drain_s=topology.mesh.drain_s,
             metrics_port=section.metrics_port,
             **_shared(topology),
         )
@@ -148,13 +164,16 @@ def _decode(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, Non
             growth_tokens=section.growth_tokens,
             park_mb=section.park_mb,
             max_waiting=section.max_waiting,
+            drain_s=topology.mesh.drain_s,
             metrics_port=section.metrics_port,
             **_shared(topology),
         )
     )
 
 
-def _router(topology: Topology) -> Coroutine[Any, Any, None]:
+def _router(
+    topology: Topology, admin_port: int = 0, admin_file: Path | None = None
+) -> Coroutine[Any, Any, None]:
     from pdmesh.router.config import RouterConfig
     from pdmesh.router.server import serve_router
 
@@ -172,6 +191,9 @@ def _router(topology: Topology) -> Coroutine[Any, Any, None]:
             metrics_port=topology.router.metrics_port or None,
             default_timeout=topology.router.deadline_s,
             max_attempts=topology.router.max_attempts,
+            admin_port=admin_port,
+            admin_file=admin_file,
+            lease_ttl_s=mesh.lease_ttl_s,
         )
     )
 

@@ -15,7 +15,7 @@ from pdmesh.wire.rpc import Client
 _TIMEOUT_S = 2.0
 _HEAD = (
     *("worker", "state", "address", "pages free/cached/used/all", "queued", "running"),
-    *("parked", "preempted", "drafts accepted", "metrics"),
+    *("parked", "preempted", "moved in/out", "drafts accepted", "metrics"),
 )
 
 
@@ -95,16 +95,17 @@ def _row(line: WorkerLine) -> tuple[str, ...]:
     start, status = (line.worker, line.state, line.address), line.status
     end = line.metrics or "-"
     if status is None:
-        return *start, "no answer", *("",) * 5, end
+        return *start, "no answer", *("",) * 6, end
     pool = status.pool
     pages = f"{pool.free}/{pool.cached}/{pool.used + pool.reserved}/{pool.total}"
     if pool.quarantined:
         pages += f" ({pool.quarantined} quarantined)"
     counts = (str(status.queued), str(status.running))
     if status.role == "prefill":
-        return *start, pages, *counts, "-", "-", "-", end
+        return *start, pages, *counts, *("-",) * 4, end
     drafts = f"{status.accepted / status.drafted:.0%}" if status.drafted else "-"
-    return *start, pages, *counts, str(status.parked), str(status.preempted), drafts, end
+    moved = f"{status.moved_in}/{status.moved_out}"
+    return *start, pages, *counts, str(status.parked), str(status.preempted), moved, drafts, end
 
 
 def _metrics(record: WorkerRecord) -> str:

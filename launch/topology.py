@@ -58,6 +58,9 @@ class MeshSection:
     redis: str = _plain("", "Redis URL; empty: the embedded store")
     secret_file: Path | None = _plain(None, "key of the page hashes; made if missing")
     lease_ttl_s: float = _number(5.0, 0.5, 3600, "seconds until a silent worker is dropped")
+    drain_s: float = _number(
+        30.0, 0, 86_400, "seconds that a worker told to end may take to finish"
+    )
     log_level: str = _choice("INFO", ("DEBUG", "INFO", "WARNING", "ERROR"), "what is logged")
 
 

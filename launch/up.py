@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from pdmesh.launch.checks import check_together
+from pdmesh.launch.crew import Plan, say
 from pdmesh.launch.ports import claim_port, claim_ports
 from pdmesh.launch.processes import command, environment
 from pdmesh.launch.runtime import claim
-from pdmesh.launch.supervisor import Plan, Supervisor, say
+from pdmesh.launch.supervisor import Supervisor
 from pdmesh.launch.topology import Topology, check_host, check_model, load_topology
 
 _SILENT_S = "5"
@@ -71,6 +72,7 @@ def _settings(arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("mesh", "--redis", redis=a.redis)
     topology = topology.changed("mesh", "--port", port=a.port)
     topology = topology.changed("mesh", "--host", host=a.host)
+    topology = topology.changed("mesh", "--drain-s", drain_s=a.drain_s)
     topology = topology.changed("model", "--model", path=a.model)
     topology = topology.changed("model", "--no-mtp", mtp=False if a.no_mtp else None)
     topology = topology.changed("model", "--arithmetic", arithmetic=a.arithmetic)

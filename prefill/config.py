@@ -15,7 +15,9 @@ class PrefillConfig:
 
     ``pages`` is the size of its latent pool in pages of ``page_size`` tokens; ``chunk_tokens`` the
     tokens of one step, at least a page; ``max_queue`` how many prompts may wait; ``port`` 0 lets
-    the system choose; ``metrics_port`` 0 means no Prometheus endpoint.
+    the system choose; ``metrics_port`` 0 means no Prometheus endpoint;
+    ``pull_s`` how long a prompt may wait for cached pages of other workers, 0 for not at all;
+    ``drain_s`` how long a worker that is told to end may take to finish what it has.
     """
 
     worker_id: str
@@ -35,6 +37,8 @@ class PrefillConfig:
     pages: int = 256
     threads: int = 1
     lease_ttl_s: float = 5.0
+    drain_s: float = 30.0
+    pull_s: float = 2.0
     chunk_tokens: int = 512
     max_queue: int = 1024
     metrics_port: int = 0

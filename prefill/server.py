@@ -7,20 +7,26 @@ import asyncio
 import msgspec
 import torch
 
+from pdmesh.kvcache.checksums import page_checksums
 from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
+from pdmesh.kvtransfer.pull_exchange import PrefixExchange, tcp_transport
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.served import load_served_model, served_grammars
 from pdmesh.prefill.config import PrefillConfig
+from pdmesh.prefill.facts import PrefillStepFacts
 from pdmesh.prefill.metrics import PrefillMetrics
 from pdmesh.prefill.runner import PrefillRunner
 from pdmesh.prefill.scheduler import PrefillScheduler
 from pdmesh.prefill.work import PrefillLimits
 from pdmesh.prefill.worker import PrefillWorker
-from pdmesh.registry.host import DRAIN_S, Binding, Life, host_worker
+from pdmesh.registry.draining import Life, Workload, counted
+from pdmesh.registry.host import GRACE_S, Binding, host_worker
 from pdmesh.registry.loading import LoadingLog
 from pdmesh.registry.metrics import metrics_endpoint, on_loop
 from pdmesh.registry.publisher import WorkerLease
+from pdmesh.registry.pull_metrics import PullMetrics
+from pdmesh.wire.handoff import ChecksumsRequest, PageChecksums
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
 from pdmesh.wire.messages import Empty, FirstToken, PrefillRequest, WorkerRecord, WorkerStatus
@@ -63,6 +69,15 @@ async def serve_prefill(config: PrefillConfig) -> None:
         limits,
     )
     instance, life = new_instance(), Life()
+    exchange = PrefixExchange(
+        kv,
+        instance,
+        fmt,
+        [tcp_transport(store, config.transfer_host)],
+        timeout_s=config.pull_s,
+        on_room=worker.pages_freed,
+    )
+    worker.fetcher = exchange.fetcher
 
     def facts() -> WorkerStatus:
         return WorkerStatus(
@@ -78,10 +93,17 @@ async def serve_prefill(config: PrefillConfig) -> None:
             tokens_computed=worker.tokens_computed,
             cancelled=worker.cancelled,
             step_ms=worker.step_ms,
+            pulled_pages=exchange.fetcher.pages,
         )
 
     metrics = PrefillMetrics(fmt, config.worker_id, on_loop(asyncio.get_running_loop(), facts))
-    worker.observe = metrics.observe
+    exchange.fetcher.observe = PullMetrics(metrics).observe
+
+    def observe(step: PrefillStepFacts) -> None:
+        metrics.observe(step)
+        exchange.fetcher.computed(step.num_tokens, step.duration_s)
+
+    worker.observe = observe
 
     def lease(address: str) -> tuple[WorkerRecord, WorkerLease]:
         record = WorkerRecord(
@@ -113,18 +135,29 @@ async def serve_prefill(config: PrefillConfig) -> None:
         return first
 
     async def status(_: Empty) -> WorkerStatus:
-        return msgspec.structs.replace(facts(), problems=tuple(worker.check_integrity()))
+        problems = worker.check_integrity() + exchange.check_integrity()
+        return msgspec.structs.replace(facts(), problems=tuple(problems))
+
+    async def checksums(request: ChecksumsRequest) -> PageChecksums:
+        return await asyncio.to_thread(
+            page_checksums, kv, store, request.hashes, mtp_layers=fmt.mtp_layers
+        )
 
     async def finish() -> None:
-        await worker.close(grace=DRAIN_S)
+        await exchange.close()
+        await worker.close(grace=GRACE_S)
 
     methods = [
         Method("Prefill", PrefillRequest, unary=prefill),
         Method("Status", Empty, unary=status),
+        Method("Checksums", ChecksumsRequest, unary=checksums),
+        *exchange.methods(),
     ]
+    exchange.start()
     binding = Binding(config.host, config.port)
+    work = Workload(lambda: counted(worker.unfinished, "prompt"), worker.hand_back)
     async with metrics_endpoint(metrics.registry, config.host, config.metrics_port):
-        await host_worker(binding, methods, worker.run, lease, finish, life)
+        await host_worker(binding, methods, worker.run, lease, finish, life, work, config.drain_s)
 
 
 def _load(config: PrefillConfig) -> tuple[DeepseekV3, PageFormat]:

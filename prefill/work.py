@@ -87,10 +87,10 @@ class PrefillLimits:
             priority=request.priority,
             arrived=arrived - request.waited_ms / 1e3,
             deadline=arrived + request.deadline_ms / 1e3,
-            hashes=self._hashes(request),
+            hashes=self.hashes(request),
         )
 
-    def _hashes(self, request: PrefillRequest) -> list[bytes]:
+    def hashes(self, request: PrefillRequest) -> list[bytes]:
         """Hashes of the prompt's full pages."""
         root = root_hash(self.secret, self.page_format.fingerprint(), request.tenant)
         return page_hashes(self.secret, root, request.token_ids, self.page_format.page_size)
@@ -199,9 +199,11 @@ class Work:
         """
         size = self.limits.page_format.page_size
         complete = end // size if end < self.job.num_tokens else self.request.lease.num_pages
-        for index in range(self.pushed[layer], complete):
-            self.transfer.push(index, layer, self.store.read(page_table[index], layer))
-            self.pushed[layer] = index + 1
+        first = self.pushed[layer]
+        if first < complete:
+            pieces = self.store.views(page_table[first:complete], layer, 1)
+            self.transfer.push_layer(first, layer, pieces)
+            self.pushed[layer] = complete
 
     def publish(self, end: int) -> None:
         """Shares the full pages below position ``end``: all their layers are written."""

@@ -16,16 +16,19 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.loopback import LoopbackDialer
+from pdmesh.kvtransfer.pull_fetcher import PrefixFetcher
 from pdmesh.kvtransfer.sender import Transfer, TransferSender
+from pdmesh.kvtransfer.shm import ShmDialer
+from pdmesh.kvtransfer.stream_link import MAX_QUEUED_BYTES
 from pdmesh.kvtransfer.tcp import TcpDialer
-from pdmesh.kvtransfer.tcp_link import MAX_QUEUED_BYTES
+from pdmesh.kvtransfer.transport import Dialer
 from pdmesh.model.grammar import Grammar
 from pdmesh.prefill.facts import PrefillStepFacts
 from pdmesh.prefill.runner import ChunkResult, PrefillRunner
@@ -47,8 +50,6 @@ log = logging.getLogger(__name__)
 
 _COMPILING_THREADS = 2
 _OPENING_THREADS = 32
-_ENDING_THREADS = 256
-"""Threads start as they are needed; each waits for one receiver's acknowledgement."""
 _ACKNOWLEDGED_S = 60.0
 """Longest wait for the acknowledgement of a prompt's pages."""
 
@@ -56,7 +57,8 @@ _ACKNOWLEDGED_S = 60.0
 class PrefillWorker:
     """Owns the queue, the pages and the transfers of one prefill worker.
 
-    ``observe`` is told of every step, on the event loop; ``clock`` gives monotonic seconds.
+    ``observe`` is told of every step, on the event loop; ``clock`` gives monotonic seconds;
+    ``dialers`` take the place of loopback and TCP.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class PrefillWorker:
         *,
         observe: Callable[[PrefillStepFacts], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        dialers: Sequence[Dialer] = (),
     ) -> None:
         self._kv = kv
         self._store = store
@@ -82,14 +85,15 @@ class PrefillWorker:
         self._steps = Steps(runner)
         self._compilers = ThreadPoolExecutor(_COMPILING_THREADS, "prefill-grammar")
         self._openers = ThreadPoolExecutor(_OPENING_THREADS, "prefill-open")
-        self._enders = ThreadPoolExecutor(_ENDING_THREADS, "prefill-end")
         # From another device pages are copied to be pushed: only then a full queue has to wait.
         on_cpu = store.tensor.device.type == "cpu"
         queue_bytes = 1 << 62 if on_cpu else MAX_QUEUED_BYTES
-        dialers = (LoopbackDialer(), TcpDialer(queue_bytes))
-        self._sender = TransferSender(limits.page_format, dialers)
+        own = dialers or (LoopbackDialer(), ShmDialer(queue_bytes), TcpDialer(queue_bytes))
+        self._sender = TransferSender(limits.page_format, own)
         self._finishing: set[asyncio.Task[None]] = set()
         self._fault: BaseException | None = None
+        self.fetcher: PrefixFetcher | None = None
+        """Fetches prefixes from other workers; without it all are computed here."""
         self.tokens_computed = 0
         self.cancelled = 0
         """Prompts whose caller left before the first token, each counted once."""
@@ -107,6 +111,18 @@ class PrefillWorker:
     @property
     def running(self) -> int:
         return self._scheduler.running
+
+    @property
+    def unfinished(self) -> int:
+        """Prompts that are not over, their last pushes included."""
+        return len(self._work)
+
+    def hand_back(self, error: PdmeshError) -> None:
+        """Ends every prompt that is not begun with ``error``; what is begun is finished."""
+        for work in self._work.values():
+            if not (work.job.started or work.job.cancelled):
+                work.refuse(error)
+                self._wake.set()
 
     def check_integrity(self) -> list[str]:
         """What is wrong, one sentence each; empty when all is well."""
@@ -127,6 +143,7 @@ class PrefillWorker:
         """
         arrived = self._clock()
         self._limits.check(request, self._kv.num_pages)
+        await self._fetch(request)
         grammar = await self._compiled(request)
         transfer = await self._open(request)
         work = self._add(request, transfer, arrived, grammar)
@@ -139,6 +156,21 @@ class PrefillWorker:
                 work.transfer.start_abort("cancelled")
                 self._wake.set()
             raise
+
+    async def _fetch(self, request: PrefillRequest) -> None:
+        """Brings pages that others hold into the cache; the prompt's place in line is not lost."""
+        if self.fetcher is None or not request.sources:
+            return
+        hashes, within_s = self._limits.hashes(request), request.deadline_ms / 1e3
+        try:
+            await self.fetcher.fetch(hashes, request.sources, within_s=within_s)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    def pages_freed(self) -> None:
+        """Pages may have become free that were not the prompts'."""
+        self._wake.set()
 
     async def _open(self, request: PrefillRequest) -> Transfer:
         opening = asyncio.get_running_loop().run_in_executor(
@@ -294,12 +326,9 @@ class PrefillWorker:
 
     async def _finish(self, work: Work, tokens: tuple[int, ...]) -> None:
         """Sends FIN and frees the pages once no push of them is under way."""
-        loop = asyncio.get_running_loop()
         timeout = min(_ACKNOWLEDGED_S, max(1.0, work.job.deadline - self._clock()))
         try:
-            await loop.run_in_executor(
-                self._enders, work.transfer.finish, work.fin(tokens), timeout
-            )
+            await work.transfer.finished(work.fin(tokens), timeout)
         except TransferFailed as error:
             event(log, "push failed", request=work.request.request_id, reason=error.message)
         finally:
@@ -314,9 +343,8 @@ class PrefillWorker:
         self._spawn(self._drain(work, reason))
 
     async def _drain(self, work: Work, reason: str) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(self._enders, work.transfer.abort, reason)
+            await work.transfer.aborted(reason)
         finally:
             self._forget(work)
 
@@ -348,7 +376,7 @@ class PrefillWorker:
             await asyncio.wait(set(self._finishing), timeout=grace)
         self._sender.close()
         self._steps.close()
-        for pool in (self._compilers, self._openers, self._enders):
+        for pool in (self._compilers, self._openers):
             pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -33,6 +33,7 @@ class RegistryView:
         grace_s: seconds a known worker stays after an outage without registering again.
         lost_s: seconds until an instance reported lost is taken back if it still renews its lease.
         clock: seconds, monotone.
+        store: takes the place of the one at ``url``.
 
     Raises:
         ConfigError: the URL is wrong.
@@ -46,8 +47,9 @@ class RegistryView:
         grace_s: float = 10.0,
         lost_s: float = 15.0,
         clock: Callable[[], float] = time.monotonic,
+        store: Store | None = None,
     ) -> None:
-        self._store = Store(url, mesh)
+        self._store = store or Store(url, mesh)
         self._clock = clock
         self._state = Membership(grace_s, lost_s)
         self._connected = False
@@ -83,6 +85,10 @@ class RegistryView:
     def workers(self) -> list[WorkerRecord]:
         """Ready workers with a lease, by name."""
         return self._state.workers()
+
+    def draining(self) -> list[WorkerRecord]:
+        """Workers with a lease that take nothing new, by name."""
+        return self._state.draining()
 
     def owned_prefix(self, worker_id: str, hashes: Sequence[bytes]) -> int:
         """How many leading ``hashes`` the worker has published; a hint, never a promise."""

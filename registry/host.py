@@ -1,4 +1,4 @@
-"""What every worker process does besides its work: serve RPC, hold its lease, end cleanly."""
+"""What every worker process does besides its work: serve RPC, hold a lease, drain, end cleanly."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import asyncio
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
 
 import grpc
+import msgspec
 
+from pdmesh.registry.draining import Drain, Life, Workload
 from pdmesh.registry.publisher import WorkerLease
-from pdmesh.wire.errors import ConfigError
+from pdmesh.wire.errors import ConfigError, Unavailable
+from pdmesh.wire.handoff import DrainRequest
 from pdmesh.wire.logs import event
-from pdmesh.wire.messages import WorkerRecord
+from pdmesh.wire.messages import Empty, WorkerRecord
 from pdmesh.wire.rpc import MAX_INTERNAL_MESSAGE, Method, add_service, server_options
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 2.0
+GRACE_S = 2.0
 """Seconds that a stopping worker gives the calls under way, and then the pushes under way."""
-_DEREGISTER_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,24 @@ class Binding:
     port: int
 
 
-@dataclass
-class Life:
-    """How far a worker is, as it says about itself."""
+class _Signals:
+    """SIGTERM asks for an end after draining; SIGINT, or a second SIGTERM, for one at once."""
 
-    state: Literal["starting", "ready", "draining"] = "starting"
+    def __init__(self) -> None:
+        self.end = asyncio.Event()
+        self.now = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._term)
+        loop.add_signal_handler(signal.SIGINT, self.stop)
+
+    def _term(self) -> None:
+        if self.end.is_set():
+            self.now.set()
+        self.end.set()
+
+    def stop(self) -> None:
+        self.now.set()
+        self.end.set()
 
 
 async def host_worker(
@@ -47,20 +60,29 @@ async def host_worker(
     make_lease: Callable[[str], tuple[WorkerRecord, WorkerLease]],
     finish: Callable[[], Awaitable[None]],
     life: Life | None = None,
+    work: Workload | None = None,
+    drain_s: float = 30.0,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains and deregisters.
 
-    While routers are told that it drains, Status still answers. Calls under way get ``DRAIN_S``
-    seconds to end then, and are cancelled. If the loop ended by itself nothing can be drained: the
-    worker stops at once, and its error is raised.
+    After SIGTERM the worker takes nothing new, hands back what it has not begun, and goes on until
+    nothing is left, for ``drain_s`` at most. After SIGINT or a second SIGTERM it does not wait.
+    While it drains it answers what is no new work. Calls under way then get ``GRACE_S`` seconds to
+    end, and are cancelled. If the loop ended by itself nothing can be drained: the worker stops at
+    once, and its error is raised.
+
+    The internal service gets the methods ``Drain`` (the first part only: the process stays) and
+    ``Undrain`` besides ``methods``.
 
     Args:
         binding: where to listen.
-        methods: the internal service; its name is the record's role.
+        methods: the internal service, ``Status`` among it; its name is the record's role.
         loop_body: the worker's endless loop; if it ends the worker ends.
         make_lease: builds record and lease from the address (``host:port``) that was bound.
         finish: awaited after the server stopped taking calls, before the lease is given back.
         life: told "ready" and "draining" when they begin.
+        work: what has to end before a draining worker is empty.
+        drain_s: seconds that draining may take.
 
     Raises:
         ConfigError: the port is taken, or the store refuses the login.
@@ -69,48 +91,95 @@ async def host_worker(
     server = grpc.aio.server(options=server_options(MAX_INTERNAL_MESSAGE))
     address = bind(server, binding)
     record, lease = make_lease(address)
-    add_service(server, record.role, methods)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
+    life = life or Life()
+    drain = Drain(record.worker_id, life, work or Workload(), lease)
+    signals = _Signals()
+    guarded = [drain.guard(method) for method in methods]
+    add_service(server, record.role, [*guarded, *_drain_methods(drain, life, methods, signals)])
     await server.start()
-    work = loop.create_task(loop_body(), name="worker-loop")
-    work.add_done_callback(lambda _: stop.set())
+    loop = asyncio.get_running_loop()
+    running = loop.create_task(loop_body(), name="worker-loop")
+    running.add_done_callback(lambda _: signals.stop())
     try:
-        await _until_stopped(lease, stop, record, life or Life())
+        await _until_stopped(lease, signals, record, life, drain, drain_s)
     finally:
-        event(log, "stopping", worker=record.worker_id, loop_ended=work.done())
+        event(log, "stopping", worker=record.worker_id, loop_ended=running.done())
         try:
-            await server.stop(grace=0.0 if work.done() else DRAIN_S)
+            await server.stop(grace=0.0 if running.done() else GRACE_S)
             await finish()
         finally:
-            work.cancel()
-            await asyncio.wait({work})
+            running.cancel()
+            await asyncio.wait({running})
             await lease.close()
-    if not work.cancelled():
-        work.result()
+    if not running.cancelled():
+        running.result()
+
+
+def _drain_methods(
+    drain: Drain, life: Life, methods: Sequence[Method], signals: _Signals
+) -> list[Method]:
+    status = next((m.unary for m in methods if m.name == "Status"), None)
+    if status is None:
+        return []
+
+    async def begin(request: DrainRequest) -> msgspec.Struct:
+        if life.state == "starting":
+            raise Unavailable("the worker is still starting; drain it when it is ready")
+        drain.begin(request.reason or "asked to")
+        return await status(Empty())
+
+    async def undo(_: Empty) -> msgspec.Struct:
+        if signals.end.is_set():
+            raise Unavailable("the worker is ending; that cannot be undone")
+        if life.state == "draining":
+            await drain.undo()
+        return await status(Empty())
+
+    return [
+        Method("Drain", DrainRequest, unary=begin),
+        Method("Undrain", Empty, unary=undo),
+    ]
 
 
 async def _until_stopped(
-    lease: WorkerLease, stop: asyncio.Event, record: WorkerRecord, life: Life
+    lease: WorkerLease,
+    signals: _Signals,
+    record: WorkerRecord,
+    life: Life,
+    drain: Drain,
+    drain_s: float,
 ) -> None:
-    """Registers (for as long as the store is away this retries) and waits for the end."""
+    """Registers (for as long as the store is away this retries), waits for the end, and drains."""
     registering = asyncio.ensure_future(_register(lease, record, life))
-    stopping = asyncio.ensure_future(stop.wait())
+    ending = asyncio.ensure_future(signals.end.wait())
     try:
-        await asyncio.wait({registering, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({registering, ending}, return_when=asyncio.FIRST_COMPLETED)
         if registering.done():
             registering.result()
-            await stopping
-            life.state = "draining"
-            with suppress(TimeoutError):
-                await asyncio.wait_for(lease.drain(), _DEREGISTER_S)
+            await ending
+            await _empty(drain, signals, record, drain_s)
     finally:
         life.state = "draining"
-        stopping.cancel()
+        ending.cancel()
         registering.cancel()
-        await asyncio.wait({registering, stopping})
+        await asyncio.wait({registering, ending})
+        await drain.close()
+
+
+async def _empty(drain: Drain, signals: _Signals, record: WorkerRecord, drain_s: float) -> None:
+    """Drains until nothing is left, time is over, or the worker is told to end at once."""
+    if signals.now.is_set():
+        await drain.tell()
+        return
+    emptying = drain.begin("told to end")
+    hurry = asyncio.ensure_future(signals.now.wait())
+    try:
+        await asyncio.wait({emptying, hurry}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        hurry.cancel()
+    if not emptying.done():
+        why = "told to end at once" if signals.now.is_set() else f"{drain_s:g} s are over"
+        event(log, "drain_cut", worker=record.worker_id, reason=why, left=drain.left() or 0)
 
 
 async def _register(lease: WorkerLease, record: WorkerRecord, life: Life) -> None:

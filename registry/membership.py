@@ -58,6 +58,14 @@ class Membership:
             if entry.member.state == "ready" and entry.member.record.instance not in self._lost
         ]
 
+    def draining(self) -> list[WorkerRecord]:
+        """Records of the workers that take nothing new but still serve; by name."""
+        return [
+            entry.member.record
+            for _, entry in sorted(self._entries.items())
+            if entry.member.state == "draining" and entry.member.record.instance not in self._lost
+        ]
+
     def owned_prefix(self, worker_id: str, hashes: Sequence[bytes]) -> int:
         """How many leading ``hashes`` the worker owns."""
         entry = self._entries.get(worker_id)

@@ -52,6 +52,12 @@ class WorkerMetrics:
         whole = Counter(f"pdmesh_{name}", text, LABELS, registry=self.registry)
         return whole.labels(**self._labels)
 
+    def counter_by(self, name: str, text: str, label: str) -> Callable[[str], Counter]:
+        """Counters ``pdmesh_<name>_total``, one for each value of a further label."""
+        names = (*LABELS, label)
+        whole = Counter(f"pdmesh_{name}", text, names, registry=self.registry)
+        return lambda value: whole.labels(**self._labels, **{label: value})
+
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A gauge ``pdmesh_<name>`` with the worker's labels; ``read`` is called by a scrape."""
         whole = Gauge(f"pdmesh_{name}", text, LABELS, registry=self.registry)
@@ -89,6 +95,8 @@ class _StatusCollector(Collector):
         yield self._gauge("num_requests_parked", "Sequences set aside.", status.parked)
         yield self._counter("generation_tokens", "Tokens generated.", status.tokens_generated)
         yield self._counter("num_preemptions", "Sequences set aside so far.", status.preempted)
+        yield self._counter("answers_moved_in", "Answers taken over.", status.moved_in)
+        yield self._counter("answers_moved_out", "Answers handed over.", status.moved_out)
         text = "MTP drafts verified."
         yield self._counter("spec_decode_num_draft_tokens", text, status.drafted)
         text = "MTP drafts accepted."

@@ -94,6 +94,7 @@ class WorkerLease:
         snapshot: hashes of all pages now owned, parents first; called on the event loop's thread.
         ttl_s: seconds the lease lasts without renewal; it is renewed five times as often.
         queue_limit: pages that may wait to be sent.
+        store: takes the place of the one at ``url``.
 
     Raises:
         ConfigError: the URL is wrong.
@@ -108,8 +109,9 @@ class WorkerLease:
         snapshot: Callable[[], list[bytes]] = list,
         ttl_s: float = 5.0,
         queue_limit: int = 65_536,
+        store: Store | None = None,
     ) -> None:
-        self._store = Store(url, mesh)
+        self._store = store or Store(url, mesh)
         self.record = record
         self._snapshot = snapshot
         self._ttl_ms = max(1, int(ttl_s * 1000))

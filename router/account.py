@@ -15,6 +15,7 @@ from pdmesh.router.run import Run
 from pdmesh.router.stream import Delta
 from pdmesh.wire.errors import InvalidRequest, Overloaded, PdmeshError, Unavailable
 from pdmesh.wire.logs import event
+from pdmesh.wire.messages import WorkerRecord
 
 log = logging.getLogger(__name__)
 
@@ -124,17 +125,61 @@ class Account:
             self._metrics.preemptions.inc()
         elif failure.broken:
             self._metrics.failed_attempts.labels(failure.worker.role).inc()
-        well = "preempted" if failure.preempted else "no_room"
-        name = "attempt_failed" if failure.broken else well
         event(
             log,
-            name,
+            _name(failure),
             logging.WARNING if failure.broken else logging.INFO,
             request=run.request.request_id,
             answer=run.index,
             attempt=run.gate.attempt,
             worker=failure.worker.worker_id,
             error=failure,
+        )
+
+    def migrating(self, run: Run, source: WorkerRecord, target: WorkerRecord) -> None:
+        """An answer is asked to move."""
+        self._move_event("migrating", run, source, target, tokens=len(run.gate.tokens))
+
+    def migrated(
+        self, run: Run, source: WorkerRecord, target: WorkerRecord, pause_s: float
+    ) -> None:
+        """The first token of a moved answer has come from its target."""
+        self._metrics.migrations.labels("moved").inc()
+        self._metrics.migration_pause.observe(pause_s)
+        pause = f"{pause_s * 1e3:.1f}"
+        self._move_event("migrated", run, source, target, pause_ms=pause)
+
+    def migration_failed(
+        self, run: Run, source: WorkerRecord, target: WorkerRecord | None, reason: str
+    ) -> None:
+        """An answer did not move; it goes on where it is, or fails over. Without a target: none
+        could be found."""
+        if target is not None:
+            self._metrics.migrations.labels("failed").inc()
+        self._move_event("migration_failed", run, source, target, reason=reason)
+
+    def migration_ended(self) -> None:
+        """An answer ended while it was moving."""
+        self._metrics.migrations.labels("ended").inc()
+
+    def _move_event(
+        self,
+        name: str,
+        run: Run,
+        source: WorkerRecord,
+        target: WorkerRecord | None,
+        **fields: object,
+    ) -> None:
+        event(
+            log,
+            name,
+            logging.INFO,
+            request=run.request.request_id,
+            answer=run.index,
+            attempt=run.gate.attempt,
+            source=source.worker_id,
+            target="" if target is None else target.worker_id,
+            **fields,
         )
 
     def _first_token(self, run: Run, now: float) -> None:
@@ -171,6 +216,16 @@ class Account:
             ms=f"{seconds * 1e3:.1f}",
             error=error or "",
         )
+
+
+def _name(failure: AttemptFailed) -> str:
+    if failure.broken:
+        return "attempt_failed"
+    if failure.moving:
+        return "not_taken_over"
+    if failure.draining:
+        return "draining"
+    return "preempted" if failure.preempted else "no_room"
 
 
 def _outcome(error: PdmeshError) -> str:

@@ -92,4 +92,5 @@ class Answers:
             prefill_worker=route.prefill.worker_id if route else "",
             decode_worker=route.decode.worker_id if route else "",
             attempts=self.attempts,
+            migrations=sum(run.migrations for run in self.runs),
         )

@@ -8,13 +8,14 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from pdmesh.router.failure import AttemptFailed, blame
 from pdmesh.router.leases import HeldLease, Releaser, Reserved, release_all
-from pdmesh.wire.errors import PdmeshError, Unavailable, WorkerLost
+from pdmesh.wire.errors import DeadlineExceeded, PdmeshError, Unavailable, WorkerLost
+from pdmesh.wire.handoff import ContinueRequest, DecideRequest, MigrateRequest, StreamItem
 from pdmesh.wire.ids import new_request_id
 from pdmesh.wire.logs import event
 from pdmesh.wire.messages import (
@@ -38,6 +39,12 @@ RESERVE_TIMEOUT = 10.0
 """Seconds; a reservation is a matter of counting pages."""
 STATUS_TIMEOUT = 2.0
 RELEASE_TIMEOUT = 5.0
+MIGRATE_TIMEOUT = 2.0
+DECIDE_TIMEOUT = 2.0
+DECIDE_WAITS = (0.05, 0.2, 0.8, 2.0)
+"""Seconds between tries to tell a source what became of a handoff; it asks as well."""
+
+_ITEM = cast("type[StreamItem]", StreamItem)
 
 
 class Background:
@@ -149,22 +156,59 @@ class DecodeClient:
                 error=error.message,
             )
 
-    async def stream(
-        self, request: StreamRequest, timeout: float
-    ) -> AsyncGenerator[TokenChunk, None]:
+    def stream(self, request: StreamRequest, timeout: float) -> AsyncGenerator[StreamItem, None]:
         """The tokens after the first. Closing the iterator cancels the work.
 
         Raises:
             AttemptFailed: the worker is gone, lost the pages, or ended without a finish.
         """
+        return self._items("Stream", request, timeout)
+
+    def continued(
+        self, request: ContinueRequest, timeout: float
+    ) -> AsyncGenerator[StreamItem, None]:
+        """The tokens of an answer that another worker handed over, as those of ``stream``.
+
+        Raises:
+            AttemptFailed: the worker is gone, or has nothing of the answer (any more).
+        """
+        return self._items("Continue", request, timeout)
+
+    async def _items(
+        self, method: str, request: msgspec.Struct, timeout: float
+    ) -> AsyncGenerator[StreamItem, None]:
         with blame(self.record):
-            chunks = self.client.stream("Stream", request, TokenChunk, timeout=timeout)
-            async with aclosing(chunks) as stream:
-                async for chunk in stream:
-                    yield chunk
-                    if chunk.finish is not None:
+            items = self.client.stream(method, request, _ITEM, timeout=timeout)
+            async with aclosing(items) as stream:
+                async for item in stream:
+                    yield item
+                    if isinstance(item, TokenChunk) and item.finish is not None:
                         return
             raise WorkerLost(f"{self.record.worker_id} ended the stream before the answer")
+
+    async def migrate(self, request: MigrateRequest) -> None:
+        """Offers a handoff. Raises PdmeshError; DeadlineExceeded leaves open whether it came."""
+        await self.client.unary("Migrate", request, Empty, timeout=MIGRATE_TIMEOUT)
+
+    async def decide(self, request: DecideRequest) -> None:
+        """Tells the source what became of a handoff, in several tries; gives up in silence."""
+        for wait in (*DECIDE_WAITS, None):
+            try:
+                await self.client.unary("Decide", request, Empty, timeout=DECIDE_TIMEOUT)
+                return
+            except WorkerLost:
+                return  # with its stream, so it lets go by itself
+            except (Unavailable, DeadlineExceeded):
+                if wait is None:
+                    return
+            except PdmeshError:
+                return  # it is over there
+            await asyncio.sleep(wait)
+
+    def adopted(self, lease_id: str, generation: int, request_id: str) -> HeldLease:
+        """The lease of an answer that this worker has made ready to go on with."""
+        releaser = self._releaser(request_id)
+        return HeldLease(lease_id, generation, self.record.instance, releaser)
 
 
 @dataclass(frozen=True)
@@ -185,10 +229,11 @@ class PrefillClient:
 
 
 class WorkerClients:
-    """One channel to each worker instance."""
+    """One channel to each worker instance; ``connect`` opens one to an address and a service."""
 
-    def __init__(self) -> None:
+    def __init__(self, connect: Callable[[str, str], Client] = Client) -> None:
         self.background = Background()
+        self._connect = connect
         self._clients: dict[str, Client] = {}
 
     def decode(self, record: WorkerRecord) -> DecodeClient:
@@ -197,10 +242,10 @@ class WorkerClients:
     def prefill(self, record: WorkerRecord) -> PrefillClient:
         return PrefillClient(record, self._client(record))
 
-    async def status(self, record: WorkerRecord) -> WorkerStatus:
+    async def status(self, record: WorkerRecord, timeout: float = STATUS_TIMEOUT) -> WorkerStatus:
         """What a worker says about itself. Raises WorkerLost or DeadlineExceeded."""
         client = self._client(record)
-        return await client.unary("Status", Empty(), WorkerStatus, timeout=STATUS_TIMEOUT)
+        return await client.unary("Status", Empty(), WorkerStatus, timeout=timeout)
 
     async def prune(self, alive: Iterable[str], busy: Callable[[str], bool]) -> None:
         """Closes channels to instances that are gone and have no request of ours."""
@@ -217,5 +262,5 @@ class WorkerClients:
     def _client(self, record: WorkerRecord) -> Client:
         client = self._clients.get(record.instance)
         if client is None:
-            client = self._clients[record.instance] = Client(record.address, record.role)
+            client = self._clients[record.instance] = self._connect(record.address, record.role)
         return client

@@ -33,3 +33,12 @@ class RouterConfig:
     poll_interval: float = 0.25
     stop_grace: float = 5.0
     """Time that running requests get to finish when the router stops."""
+    silence_s: float = 10.0
+    """A decode worker that sends nothing in a stream and does not answer otherwise for so long is
+    lost. Longer than any step."""
+    admin_port: int = 0
+    """Port of the internal service (running answers, migration) on ``host``; 0: any free one."""
+    admin_file: Path | None = None
+    """The internal service's host:port is written here once it listens."""
+    lease_ttl_s: float = 5.0
+    """What a worker that joins is told, in seconds; the router itself holds no lease."""

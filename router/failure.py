@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pdmesh.wire.errors import (
     Cancelled,
     DeadlineExceeded,
+    Draining,
     LeaseGone,
     Overloaded,
     PdmeshError,
@@ -22,10 +23,12 @@ from pdmesh.wire.messages import WorkerRecord
 class AttemptFailed(Exception):
     """A worker failed a request that another worker may still serve."""
 
-    def __init__(self, worker: WorkerRecord, error: PdmeshError) -> None:
+    def __init__(self, worker: WorkerRecord, error: PdmeshError, *, moving: bool = False) -> None:
         super().__init__(error.message)
         self.worker = worker
         self.error = error
+        self.moving = moving
+        """The answer had been handed over to the worker, which did not take it up."""
 
     @property
     def full(self) -> bool:
@@ -38,9 +41,14 @@ class AttemptFailed(Exception):
         return isinstance(self.error, Preempted)
 
     @property
+    def draining(self) -> bool:
+        """The worker is well but takes nothing new."""
+        return isinstance(self.error, Draining)
+
+    @property
     def broken(self) -> bool:
-        """Something went wrong."""
-        return not self.full and not self.preempted
+        """Something went wrong with the request, and not only with moving it."""
+        return not (self.full or self.preempted or self.draining or self.moving)
 
     @property
     def suspect(self) -> bool:

@@ -13,6 +13,7 @@ from pdmesh.wire.errors import ConfigError
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _QUEUE_BUCKETS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_PAUSE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -68,6 +69,18 @@ class Metrics:
         self.preemptions = Counter(
             "pdmesh_num_preemptions",
             "Answers that gave their pages up and went on elsewhere.",
+            registry=registry,
+        )
+        self.migrations = Counter(
+            "pdmesh_migrations",
+            "Moves of running answers to another decode worker.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.migration_pause = Histogram(
+            "pdmesh_migration_pause_seconds",
+            "From the last token of a moved answer's source to the first of its target.",
+            buckets=_PAUSE_BUCKETS,
             registry=registry,
         )
         self.failed_attempts = Counter(

@@ -146,6 +146,44 @@ def choose_route(facts: RequestFacts, snapshot: Snapshot, rng: random.Random) ->
     )
 
 
+def choose_target(
+    facts: RequestFacts, source: WorkerRecord, candidates: Sequence[Candidate], rng: random.Random
+) -> WorkerRecord:
+    """The cheapest decode worker that a running answer can move to.
+
+    Args:
+        facts: prompt and output so far count as the prompt.
+        source: where the answer is generated now.
+        candidates: decode workers that are ready.
+        rng: breaks ties.
+
+    Raises:
+        Unavailable: no other worker is ready, or none of the source's page format and size.
+        Overloaded: none of them has room.
+    """
+    others = [
+        c
+        for c in candidates
+        if c.record.instance != source.instance and c.record.instance not in facts.avoid.lost
+    ]
+    page_size = source.page_format.page_size
+    pages = facts.decode_pages(page_size)
+    large = [
+        c
+        for c in others
+        if c.record.page_format == source.page_format
+        and pages <= c.record.capacity_pages
+        and facts.num_prompt_tokens + facts.max_tokens <= c.record.max_context
+    ]
+    if not large:
+        why = f"of {len(others)}, none fits" if others else "none is left"
+        raise Unavailable(f"no decode worker can take the answer over: {why}")
+    roomy = [c for c in large if c.free_pages is None or c.free_pages >= pages]
+    if not roomy:
+        raise Overloaded(f"no other decode worker has {pages} pages free")
+    return _cheapest([_score("decode", facts, c) for c in roomy], rng).candidate.record
+
+
 def _scores(role: Role, facts: RequestFacts, candidates: Sequence[Candidate]) -> list[Score]:
     candidates = _large_enough(role, facts, candidates)
     avoid = facts.avoid

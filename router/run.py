@@ -17,15 +17,21 @@ from pdmesh.wire.errors import Unavailable
 from pdmesh.wire.messages import (
     FirstToken,
     Lease,
+    PageSource,
     PrefillRequest,
     ReserveRequest,
     StreamRequest,
     TokenChunk,
+    WorkerRecord,
 )
 from pdmesh.wire.sampling import SamplingParams
 
 WAIT_GRACE = 1.0
 """Seconds before the deadline that are not waited for room: nothing could be served in them."""
+CALL_GRACE = 1.0
+"""Seconds by which calls to workers outlive the request's deadline, which is watched elsewhere."""
+
+Sources = tuple[PageSource, ...]
 
 
 @dataclass
@@ -54,6 +60,10 @@ class Run:
     avoid: Avoid = field(default_factory=Avoid)
     attempts: int = 0
     """Begun by this answer; one that it joined is counted at the answer that led."""
+    migrations: int = 0
+    """Times that another decode worker took the answer over."""
+    handoffs: int = 0
+    """Number of the last handoff that was offered."""
     cached_tokens: int = 0
     first_token_at: float | None = None
     last_token_at: float = 0.0
@@ -73,7 +83,7 @@ class Run:
         self.attempts += 1
         own = f"#{self.index}" if self.index else ""
         self._request_id = self.request.request_id + own
-        tokens = (*self.request.token_ids, *self.gate.tokens)
+        tokens = self.all_tokens
         self._prompt = tokens, PromptHashes(self.key, self.request.tenant, tokens)
 
     def join(self, lead: Run) -> None:
@@ -118,6 +128,32 @@ class Run:
         """Seconds to the deadline."""
         return max(0.0, self.request.deadline - self.clock())
 
+    def call_timeout(self) -> float:
+        """Seconds that a call to a worker may last."""
+        return self.remaining() + CALL_GRACE
+
+    @property
+    def all_tokens(self) -> tuple[int, ...]:
+        """The client's prompt and the answer so far."""
+        return (*self.request.token_ids, *self.gate.tokens)
+
+    def move_facts(self, avoid: frozenset[str]) -> RequestFacts:
+        """For the choice of a worker to go on at, none of ``avoid``."""
+        return RequestFacts(
+            num_prompt_tokens=len(self.request.token_ids) + len(self.gate.tokens),
+            max_tokens=self.request.sampling.max_tokens - len(self.gate.tokens),
+            avoid=Avoid(lost=self.avoid.lost | avoid, suspect=self.avoid.suspect),
+        )
+
+    def all_hashes(self) -> PromptHashes:
+        """Of the client's prompt and the answer so far."""
+        return PromptHashes(self.key, self.request.tenant, self.all_tokens)
+
+    @property
+    def worker_request_id(self) -> str:
+        """The id that workers know this answer's attempt by."""
+        return self._request_id
+
     def _deadline_ms(self) -> int:
         return max(1, int(self.remaining() * 1e3))
 
@@ -127,7 +163,7 @@ class Run:
     def _waited_ms(self) -> int:
         return max(0, int((self.clock() - self.request.received) * 1e3))
 
-    def reserve_request(self, route: Route, n: int) -> ReserveRequest:
+    def reserve_request(self, route: Route, n: int, sources: Sources = ()) -> ReserveRequest:
         return ReserveRequest(
             request_id=self._request_id,
             attempt=self.gate.attempt,
@@ -139,10 +175,11 @@ class Run:
             priority=self.request.priority,
             waited_ms=self._waited_ms(),
             wait_ms=self._wait_ms() if route.wait else 0,
+            sources=sources,
             deadline_ms=self._deadline_ms(),
         )
 
-    def prefill_request(self, lease: Lease, n: int) -> PrefillRequest:
+    def prefill_request(self, lease: Lease, n: int, sources: Sources = ()) -> PrefillRequest:
         return PrefillRequest(
             request_id=self._request_id,
             attempt=self.gate.attempt,
@@ -155,6 +192,7 @@ class Run:
             priority=self.request.priority,
             waited_ms=self._waited_ms(),
             eos_token_ids=self.eos_ids,
+            sources=sources,
             lease=lease,
             deadline_ms=self._deadline_ms(),
         )
@@ -215,6 +253,15 @@ class Run:
         self.router_s += self.clock() - started
         return delta
 
+    def moved(self, target: WorkerRecord, attempt: int) -> None:
+        """Another decode worker goes on, as ``attempt``; it goes on counting drafts as well."""
+        if self.gate.attempt in self._drafts:
+            self._drafts[attempt] = self._drafts.pop(self.gate.attempt)
+        self.gate.join_attempt(attempt)
+        self.migrations += 1
+        if self.route is not None:
+            self.route = replace(self.route, decode=target)
+
     def note_failure(self, failure: AttemptFailed) -> None:
         """Remembers which worker failed, so that the next attempt avoids it."""
         self.failures.append(failure)
@@ -228,7 +275,7 @@ class Run:
             return
         # Time has passed: there may be room again.
         self.avoid = replace(self.avoid, full=frozenset(), closed=frozenset())
-        if failure.preempted:
+        if failure.preempted or (failure.moving and not failure.unreachable):
             return
         if failure.suspect and self.route is not None:
             both = frozenset({self.route.prefill.instance, self.route.decode.instance})

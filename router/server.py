@@ -15,11 +15,15 @@ import grpc
 from pdmesh.registry.client import RegistryView
 from pdmesh.registry.host import Binding, bind
 from pdmesh.router.account import Account
+from pdmesh.router.admin import SERVICE, AdminService, write_address
 from pdmesh.router.clients import WorkerClients
 from pdmesh.router.config import RouterConfig
 from pdmesh.router.defaults import sampling_defaults
 from pdmesh.router.grpc_server import ChatServer
+from pdmesh.router.handoff import Surroundings
+from pdmesh.router.join import join_method
 from pdmesh.router.metrics import Metrics
+from pdmesh.router.moves import Moves
 from pdmesh.router.request import RequestParser
 from pdmesh.router.sampling import SamplingParser
 from pdmesh.router.service import Service, ServiceConfig
@@ -28,8 +32,14 @@ from pdmesh.text.grammar_trial import GrammarTrial
 from pdmesh.text.template import load_template
 from pdmesh.text.tokenizer import load_tokenizer, read_json
 from pdmesh.wire.errors import ConfigError
+from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.logs import event
-from pdmesh.wire.rpc import MAX_PUBLIC_MESSAGE, server_options
+from pdmesh.wire.rpc import (
+    MAX_INTERNAL_MESSAGE,
+    MAX_PUBLIC_MESSAGE,
+    add_service,
+    server_options,
+)
 from pdmesh.wire.secret import read_secret
 
 log = logging.getLogger(__name__)
@@ -75,6 +85,9 @@ class Router:
         self.metrics = Metrics()
         self.clients = WorkerClients()
         self.view = MeshView(registry, self.clients, config.model_name, self.metrics)
+        account = Account(self.metrics, time.monotonic)
+        around = Surroundings(self.view, self.clients, account, time.monotonic, config.silence_s)
+        self.moves = Moves(around, rng)
         self._chat = ChatServer(
             RequestParser(
                 tokenizer=tokenizer,
@@ -87,7 +100,8 @@ class Router:
                 tokenizer,
                 self.view,
                 self.clients,
-                Account(self.metrics, time.monotonic),
+                account,
+                self.moves,
                 ServiceConfig(read_secret(config.secret_file), config.max_attempts),
                 rng=rng,
             ),
@@ -97,9 +111,12 @@ class Router:
             default_timeout=config.default_timeout,
         )
         self._server: grpc.aio.Server | None = None
+        self._admin: grpc.aio.Server | None = None
         self._stop_metrics: Callable[[], None] | None = None
         self.address = ""
         """host:port of the public service, once started."""
+        self.admin_address = ""
+        """host:port of the internal service, once started."""
         self.metrics_port: int | None = None
 
     async def start(self) -> None:
@@ -107,7 +124,11 @@ class Router:
         config = self._config
         server = grpc.aio.server(options=server_options(MAX_PUBLIC_MESSAGE))
         self._chat.register(server)
+        add_service(server, "router", [join_method(config, self._page_formats)])
         self.address = bind(server, Binding(config.host, config.port))
+        admin = grpc.aio.server(options=server_options(MAX_INTERNAL_MESSAGE))
+        add_service(admin, SERVICE, AdminService(self.moves).methods())
+        self.admin_address = bind(admin, Binding(config.host, config.admin_port))
         if config.metrics_port is not None:
             self.metrics_port, self._stop_metrics = self.metrics.serve(
                 config.host, config.metrics_port
@@ -115,13 +136,32 @@ class Router:
         await self._chat.update_health()
         await server.start()
         self._server = server
-        await self.view.start(config.poll_interval, self._chat.update_health)
-        event(log, "ready", address=self.address, metrics_port=self.metrics_port)
+        await admin.start()
+        self._admin = admin
+        if config.admin_file is not None:
+            await asyncio.to_thread(write_address, config.admin_file, self.admin_address)
+        await self.view.start(config.poll_interval, self._polled)
+        event(
+            log,
+            "ready",
+            address=self.address,
+            admin=self.admin_address,
+            metrics_port=self.metrics_port,
+        )
+
+    async def _polled(self) -> None:
+        await self._chat.update_health()
+        self.moves.tick()
+
+    def _page_formats(self) -> list[PageFormat]:
+        return [r.page_format for r in (*self.view.ready("prefill"), *self.view.ready("decode"))]
 
     async def stop(self) -> None:
         """Lets running requests finish for ``stop_grace`` seconds, then ends them."""
         if self._server is not None:
             await self._server.stop(self._config.stop_grace)
+        if self._admin is not None:
+            await self._admin.stop(None)
         await self.view.close()
         await self.clients.close()
         await self._grammars.close()

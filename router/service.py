@@ -14,17 +14,15 @@ from pdmesh.router.clients import WorkerClients
 from pdmesh.router.failure import AttemptFailed, blame
 from pdmesh.router.fanout import merged
 from pdmesh.router.leases import HeldLease
+from pdmesh.router.moves import Moves
 from pdmesh.router.policy import Route, choose_route
 from pdmesh.router.request import GenerateRequest
 from pdmesh.router.run import Run
-from pdmesh.router.stream import Delta, GatewayStream, Limits, StreamBroken
+from pdmesh.router.stream import Delta, GatewayStream, Limits
 from pdmesh.router.view import Booking, MeshView
 from pdmesh.text.output import OutputText
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.wire.errors import Unavailable
-
-GRACE = 1.0
-"""Seconds by which calls to workers outlive the request's deadline, which is watched here."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,7 @@ class Service:
         view: the mesh as it is known.
         clients: channels to the workers.
         account: counts and logs.
+        moves: keeps the running answers.
         config: see ServiceConfig.
         rng: breaks ties between equal workers.
         clock: seconds, monotone; of the requests' deadlines too.
@@ -67,6 +66,7 @@ class Service:
         view: MeshView,
         clients: WorkerClients,
         account: Account,
+        moves: Moves,
         config: ServiceConfig,
         *,
         rng: random.Random,
@@ -76,6 +76,7 @@ class Service:
         self._view = view
         self._clients = clients
         self._account = account
+        self._moves = moves
         self._config = config
         self._rng = rng
         self._clock = clock
@@ -141,10 +142,12 @@ class Service:
         decode = self._clients.decode(route.decode)
         prefill = self._clients.prefill(route.prefill)
         with self._view.book(route, n) as booking, self._account.waiting(lead, route) as granted:
-            async with decode.reserve(lead.reserve_request(route, n)) as reserved:
+            sources = self._view.sources(lead.hashes, route.decode, [route.prefill])
+            async with decode.reserve(lead.reserve_request(route, n, sources)) as reserved:
                 granted()
-                request = lead.prefill_request(reserved.lease, n)
-                first = await prefill.run(request, lead.remaining() + GRACE)
+                sources = self._view.sources(lead.hashes, route.prefill)
+                request = lead.prefill_request(reserved.lease, n, sources)
+                first = await prefill.run(request, lead.call_timeout())
                 booking.prefilled()
                 with blame(route.prefill):
                     lead.note_prefill(first, n)
@@ -157,22 +160,17 @@ class Service:
                 yield begun
 
     async def _stream(self, begun: Begun) -> AsyncGenerator[Delta, None]:
-        """The rest of an answer from its decode worker; its lease is released on the way out."""
-        run, decode = begun.run, self._clients.decode(begun.route.decode)
-        with begun.booking.answer():
-            async with begun.lease:
+        """The rest of an answer from its decode workers; leases are released on the way out."""
+        run, decode, lease = begun.run, begun.route.decode, begun.lease
+        with begun.booking.answer() as seat:
+            async with self._moves.live(run, decode, lease, seat) as live:
                 yield begun.delta
                 if run.gate.finish is not None:
                     return
-                request = run.stream_request(begun.lease, begun.first_token)
-                async with aclosing(decode.stream(request, run.remaining() + GRACE)) as chunks:
-                    async for chunk in chunks:
-                        with blame(begun.route.decode):
-                            delta = run.take(chunk)
+                request = run.stream_request(lease, begun.first_token)
+                async with aclosing(live.deltas(request)) as deltas:
+                    async for delta in deltas:
                         yield delta
-                        if run.gate.finish is not None:
-                            return
-                raise AttemptFailed(begun.route.decode, StreamBroken("the answer has no end"))
 
     def _answers(self, request: GenerateRequest) -> Answers:
         sampling = request.sampling

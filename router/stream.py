@@ -79,14 +79,15 @@ class GatewayStream:
         return Delta(self._index, text, taken, chunk.logprobs[seen : seen + len(taken)])
 
     def _append(self, ids: Sequence[int]) -> tuple[tuple[int, ...], str]:
+        for token in ids:  # all of them first: what is appended has to reach the client
+            if not 0 <= token < self._limits.vocab_size:
+                raise StreamBroken(f"token id {token} is outside the vocabulary")
         start = len(self.tokens)
         text = ""
         for token in ids:
             if token in self._limits.stop_ids:
                 self.finish = "stop"
                 break
-            if not 0 <= token < self._limits.vocab_size:
-                raise StreamBroken(f"token id {token} is outside the vocabulary")
             self.tokens.append(token)
             text += self._output.add(token)
             if self._output.stopped:

@@ -30,3 +30,4 @@ class Timing:
     prefill_worker: str
     decode_worker: str
     attempts: int
+    migrations: int = 0

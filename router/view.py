@@ -15,15 +15,26 @@ from pdmesh.router.policy import Candidate, Route, Snapshot
 from pdmesh.router.prompt import PromptHashes
 from pdmesh.wire.errors import DeadlineExceeded, PdmeshError
 from pdmesh.wire.logs import event
-from pdmesh.wire.messages import PROTOCOL_VERSION, Role, WorkerRecord, WorkerStatus
+from pdmesh.wire.messages import (
+    PROTOCOL_VERSION,
+    PageSource,
+    Role,
+    WorkerRecord,
+    WorkerStatus,
+)
 
 log = logging.getLogger(__name__)
+
+MOST_SOURCES = 3
+"""Workers named as sources of a prompt's pages."""
 
 
 class Registry(Protocol):
     """The part of ``registry.client.RegistryView`` that the router needs."""
 
     def workers(self) -> list[WorkerRecord]: ...
+
+    def draining(self) -> list[WorkerRecord]: ...
 
     def owned_prefix(self, worker_id: str, hashes: Sequence[bytes]) -> int: ...
 
@@ -36,6 +47,24 @@ class Polled:
 
     status: WorkerStatus
     own_requests: int
+
+
+class Seat:
+    """This router's load of one answer at the decode worker that generates it."""
+
+    def __init__(self, view: MeshView, instance: str) -> None:
+        self._view = view
+        self._instance = instance
+
+    def move(self, instance: str) -> None:
+        """From now on another worker has the load."""
+        self._view.add(self._instance, "decode", -1, 0)
+        self._instance = instance
+        self._view.add(instance, "decode", 1, 0)
+
+    def give_back(self) -> None:
+        """Called once."""
+        self._view.add(self._instance, "decode", -1, 0)
 
 
 class Booking:
@@ -60,13 +89,14 @@ class Booking:
             self._prefill = None
 
     @contextmanager
-    def answer(self) -> Iterator[None]:
+    def answer(self) -> Iterator[Seat]:
         """One of the answers at decode, given back on leaving."""
+        self._answers -= 1
+        seat = Seat(self._view, self._decode)
         try:
-            yield
+            yield seat
         finally:
-            self._answers -= 1
-            self._view.add(self._decode, "decode", -1, 0)
+            seat.give_back()
 
     def give_back(self) -> None:
         """Gives back what is left; called once."""
@@ -95,6 +125,7 @@ class MeshView:
         self._polled: dict[str, Polled] = {}
         self._unreachable: set[str] = set()
         self._polling: dict[str, asyncio.Task[None]] = {}
+        self._probes: dict[str, asyncio.Task[bool]] = {}
         self._requests: dict[str, int] = {}
         self._tokens: dict[str, int] = {}
         self._ignored: set[str] = set()
@@ -106,12 +137,45 @@ class MeshView:
         """Workers of one role that can take a request now."""
         return [r for r in self._registry.workers() if r.role == role and self._usable(r)]
 
+    def draining(self, role: Role) -> list[WorkerRecord]:
+        """Workers of one role that take nothing new but still serve what they have."""
+        said = [r for r in self._registry.workers() if self._says_draining(r)]
+        listed = [*self._registry.draining(), *said]
+        return [r for r in listed if r.role == role and self._speaks(r)]
+
+    def known(self, instance: str) -> bool:
+        """Whether an instance is registered, and not known to be lost."""
+        return any(record.instance == instance for record in self._registered())
+
+    def candidates(self, role: Role, hashes: PromptHashes) -> tuple[Candidate, ...]:
+        """The ready workers of one role as seen by a prompt with these page hashes."""
+        return tuple(self._candidate(record, hashes) for record in self.ready(role))
+
     def snapshot(self, hashes: PromptHashes) -> Snapshot:
         """The ready workers as seen by a prompt with these page hashes."""
         return Snapshot(
-            prefill=tuple(self._candidate(r, hashes) for r in self.ready("prefill")),
-            decode=tuple(self._candidate(r, hashes) for r in self.ready("decode")),
+            prefill=self.candidates("prefill", hashes), decode=self.candidates("decode", hashes)
         )
+
+    def sources(
+        self, hashes: PromptHashes, chosen: WorkerRecord, besides: Sequence[WorkerRecord] = ()
+    ) -> tuple[PageSource, ...]:
+        """Who holds more leading pages of a prompt than the chosen worker: hints, best first.
+
+        ``besides`` are workers that need not be named.
+        """
+        owned = hashes.for_format(chosen.page_format)
+        here = self._registry.owned_prefix(chosen.worker_id, owned)
+        skip = {chosen.instance, *(record.instance for record in besides)}
+        found = [
+            PageSource(instance=r.instance, role=r.role, address=r.address, pages=pages)
+            for r in self._registered()
+            if r.instance not in skip
+            and r.page_format == chosen.page_format
+            and self._speaks(r)
+            and (pages := self._registry.owned_prefix(r.worker_id, owned)) > here
+        ]
+        return tuple(sorted(found, key=lambda s: (-s.pages, s.instance))[:MOST_SOURCES])
 
     def context_limit(self, configured: int) -> int:
         """Most tokens of prompt and answer that every ready worker takes."""
@@ -137,14 +201,23 @@ class MeshView:
             free_pages=free,
         )
 
+    def _registered(self) -> list[WorkerRecord]:
+        return [*self._registry.workers(), *self._registry.draining()]
+
     def _usable(self, record: WorkerRecord) -> bool:
+        polled = self._polled.get(record.instance)
+        return self._speaks(record) and (polled is None or polled.status.state == "ready")
+
+    def _says_draining(self, record: WorkerRecord) -> bool:
+        polled = self._polled.get(record.instance)
+        return polled is not None and polled.status.state == "draining"
+
+    def _speaks(self, record: WorkerRecord) -> bool:
+        """Whether it can be talked to."""
         if record.protocol != PROTOCOL_VERSION or record.model != self._model:
             self._ignore(record)
             return False
-        if record.instance in self._unreachable:
-            return False
-        polled = self._polled.get(record.instance)
-        return polled is None or polled.status.state == "ready"
+        return record.instance not in self._unreachable
 
     def _ignore(self, record: WorkerRecord) -> None:
         if record.instance not in self._ignored:
@@ -189,6 +262,23 @@ class MeshView:
         """Stops routing to an instance at once."""
         self._registry.mark_lost(instance)
 
+    async def alive(self, record: WorkerRecord, within: float) -> bool:
+        """Whether a worker says within so many seconds that it is there. Askers share a call."""
+        probe = self._probes.get(record.instance)
+        if probe is None:
+            probe = asyncio.create_task(self._probe(record, within))
+            self._probes[record.instance] = probe
+        return await asyncio.shield(probe)
+
+    async def _probe(self, record: WorkerRecord, within: float) -> bool:
+        try:
+            status = await self._clients.status(record, within)
+        except PdmeshError:
+            return False
+        finally:
+            del self._probes[record.instance]
+        return status.instance == record.instance
+
     # ---- polling --------------------------------------------------------------------------
 
     async def start(self, interval: float, changed: Callable[[], Awaitable[None]]) -> None:
@@ -197,14 +287,18 @@ class MeshView:
 
     async def close(self) -> None:
         """Stops polling."""
-        tasks = [*self._polling.values(), *([self._task] if self._task else [])]
+        tasks = [
+            *self._polling.values(),
+            *self._probes.values(),
+            *([self._task] if self._task else []),
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _poll_forever(self, interval: float, changed: Callable[[], Awaitable[None]]) -> None:
         while True:
-            records = {record.instance: record for record in self._registry.workers()}
+            records = {record.instance: record for record in self._registered()}
             for instance, record in records.items():
                 if instance not in self._polling:
                     self._polling[instance] = asyncio.create_task(self._poll(record))

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -42,21 +43,22 @@ class Rig:
         num_pages: int = 8,
         dialers: Sequence[Dialer] | None = None,
         route: Callable[[str], str] = lambda address: address,
+        **options: Any,
     ) -> None:
         self.page_format = page_format
         self.source = self._store(num_pages)
         shape = self.source.tensor.shape
         self.source.tensor.copy_(torch.arange(1, 1 + shape.numel()).reshape(shape))
         self.target = self._store(num_pages)
-        self.receiver = TransferReceiver(self.target, [listener])
+        self.receiver = TransferReceiver(self.target, [listener], **options)
         self.receiver.start()
-        self.sender = TransferSender(page_format, dialers)
+        self.sender = TransferSender(page_format, dialers, self.source)
         self.addresses = tuple((name, route(where)) for name, where in self.receiver.addresses)
 
     def _store(self, num_pages: int) -> LatentStore:
         fmt = self.page_format
         return LatentStore(
-            num_pages, fmt.num_layers, fmt.page_size, fmt.latent_width, torch.float32, "cpu"
+            num_pages, fmt.num_layers, fmt.page_size, fmt.latent_width, torch.float32, shared=True
         )
 
     def lease(

@@ -1,7 +1,8 @@
 """``pdmesh`` with real processes but no model: the router echoes, the workers only register.
 
 A program: its arguments are those of ``pdmesh``. Variables: FAKE_CRASH names a process that ends
-with exit code 1 at once, FAKE_REFUSE one that finds its settings wrong.
+with exit code 1 at once, FAKE_REFUSE one that finds its settings wrong; FAKE_BUSY names those that
+never finish their three answers.
 """
 
 from __future__ import annotations
@@ -16,8 +17,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdmesh.launch import cli, processes, serve
 from pdmesh.launch.topology import Topology
+from pdmesh.registry.draining import Life, Workload, counted
+from pdmesh.registry.host import Binding, host_worker
 from pdmesh.registry.publisher import WorkerLease
+from pdmesh.router.config import RouterConfig
+from pdmesh.router.join import join_method
 from pdmesh.wire import chat_pb2, chat_pb2_grpc
+from pdmesh.wire.admin import AnswerList, MoveOrder, MoveReport, RunningAnswer
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
@@ -40,49 +46,59 @@ def misbehave(name: str) -> None:
 
 async def worker(role: str, topology: Topology, name: str, port: int) -> None:
     misbehave(name)
-    server = grpc.aio.server()
-    address = f"{topology.mesh.host}:{server.add_insecure_port(f'{topology.mesh.host}:{port}')}"
-    instance = new_instance()
+    instance, life = new_instance(), Life()
+    busy = name in os.environ.get("FAKE_BUSY", "").split()
 
     async def status(_: Empty) -> WorkerStatus:
         return WorkerStatus(
             worker_id=name,
             instance=instance,
             role=role,
-            state="ready",
+            state=life.state,
             page_format=FORMAT,
             pool=PoolStatus(total=8, free=5, reserved=0, used=1, cached=2, quarantined=0),
             queued=0,
             running=1,
+            leases=3 if busy else 0,
             preempted=3,
             parked=2,
+            moved_in=4,
+            moved_out=5,
             drafted=8,
             accepted=6,
         )
 
-    add_service(server, role, [Method("Status", Empty, unary=status)])
-    await server.start()
-    record = WorkerRecord(
-        worker_id=name,
-        instance=instance,
-        role=role,
-        address=address,
-        page_format=FORMAT,
-        model=topology.model_name,
-        vocab_size=16,
-        max_context=64,
-        capacity_pages=8,
-        metrics_port=getattr(topology, role).metrics_port,
+    def lease(address: str) -> tuple[WorkerRecord, WorkerLease]:
+        record = WorkerRecord(
+            worker_id=name,
+            instance=instance,
+            role=role,
+            address=address,
+            page_format=FORMAT,
+            model=topology.model_name,
+            vocab_size=16,
+            max_context=64,
+            capacity_pages=8,
+            metrics_port=getattr(topology, role).metrics_port,
+        )
+        event(log, "begins", threads=os.environ.get("OMP_NUM_THREADS"))
+        return record, WorkerLease(
+            topology.mesh.redis, topology.mesh.name, record, ttl_s=topology.mesh.lease_ttl_s
+        )
+
+    async def nothing() -> None:
+        pass
+
+    await host_worker(
+        Binding(topology.mesh.host, port),
+        [Method("Status", Empty, unary=status)],
+        asyncio.Event().wait,
+        lease,
+        nothing,
+        life,
+        Workload(lambda: counted(3 if busy else 0, "answer")),
+        topology.mesh.drain_s,
     )
-    lease = WorkerLease(topology.mesh.redis, topology.mesh.name, record)
-    await lease.start()
-    await lease.ready()
-    event(log, "ready", threads=os.environ["OMP_NUM_THREADS"])
-    try:
-        await asyncio.Event().wait()
-    finally:
-        await lease.close()
-        await server.stop(None)
 
 
 class Echo(chat_pb2_grpc.ChatServiceServicer):
@@ -106,12 +122,73 @@ class Health(health_pb2_grpc.HealthServicer):
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
 
-async def router(topology: Topology) -> None:
+ANSWERS = (
+    RunningAnswer(
+        request_id="4f1c0d",
+        index=0,
+        worker_id="decode-0",
+        phase="running",
+        prompt_tokens=12,
+        tokens=7,
+        migrations=1,
+    ),
+    RunningAnswer(
+        request_id="4fffff",
+        index=1,
+        worker_id="decode-1",
+        phase="starting",
+        prompt_tokens=3,
+        tokens=0,
+    ),
+)
+
+
+async def answers(_: Empty) -> AnswerList:
+    return AnswerList(answers=ANSWERS)
+
+
+async def move(order: MoveOrder):
+    """Every answer but the second of a request can be moved."""
+    target = order.target or "decode-1"
+    for index in (0, 1) if order.index is None else (order.index,):
+        yield MoveReport(index=index, state="moving", source="decode-0", target=target)
+        if index == 1:
+            reason = f"{target} has no room"
+            yield MoveReport(
+                index=1, state="failed", source="decode-0", target=target, reason=reason
+            )
+        else:
+            yield MoveReport(
+                index=0, state="moved", source="decode-0", target=target, pause_ms=12.3
+            )
+
+
+def router_methods(topology: Topology) -> list[Method]:
+    config = RouterConfig(
+        model_path=topology.model_path,
+        model_name=topology.model_name,
+        secret_file=topology.mesh.secret_file,
+        redis_url=topology.mesh.redis,
+        mesh=topology.mesh.name,
+        lease_ttl_s=topology.mesh.lease_ttl_s,
+    )
+    return [
+        join_method(config, lambda: [FORMAT]),
+        Method("Answers", Empty, unary=answers),
+        Method("MigrateAnswer", MoveOrder, stream=move),
+    ]
+
+
+async def router(topology: Topology, admin_port: int = 0, admin_file=None) -> None:
     misbehave("router")
     server = grpc.aio.server()
     chat_pb2_grpc.add_ChatServiceServicer_to_server(Echo(), server)
     health_pb2_grpc.add_HealthServicer_to_server(Health(), server)
     server.add_insecure_port(f"{topology.mesh.host}:{topology.mesh.port}")
+    admin = server.add_insecure_port(f"{topology.mesh.host}:{admin_port}")
+    add_service(server, "router", router_methods(topology))
+    if admin_file is not None:
+        admin_file.write_text(f"{topology.mesh.host}:{admin}")
     await server.start()
     try:
         await asyncio.Event().wait()

@@ -272,6 +272,7 @@ async def ask(
     prompt: list[int] | str,
     timeout: float = 120,
     tenant: str = "",
+    request_id: str = "",
     into: Answer | None = None,
     leave_after: int | None = None,
     **sampling,
@@ -285,6 +286,7 @@ async def ask(
     request = chat_pb2.ChatRequest(
         sampling=chat_pb2.Sampling(**{"temperature": 0.0, **sampling}),
         tenant=tenant,
+        request_id=request_id,
     )
     if isinstance(prompt, str):
         request.messages.add(role="user", content=prompt)

@@ -60,9 +60,16 @@ class FakeRegistry:
         self.records: list[WorkerRecord] = []
         self.owned: dict[str, set[bytes]] = {}
         self.lost: list[str] = []
+        self.drained: set[str] = set()
+        """Ids of workers that the registry says are draining."""
 
     def workers(self) -> list[WorkerRecord]:
-        return [r for r in self.records if r.instance not in self.lost]
+        here = [r for r in self.records if r.instance not in self.lost]
+        return [r for r in here if r.worker_id not in self.drained]
+
+    def draining(self) -> list[WorkerRecord]:
+        here = [r for r in self.records if r.instance not in self.lost]
+        return [r for r in here if r.worker_id in self.drained]
 
     def owned_prefix(self, worker_id: str, hashes: Sequence[bytes]) -> int:
         count = 0
@@ -458,14 +465,19 @@ def client_channel(address: str) -> grpc.aio.Channel:
 
 @asynccontextmanager
 async def mesh(
-    tmp_path: Path, *, prefill: int = 1, decode: int = 2, **config
+    tmp_path: Path,
+    *,
+    prefill: int = 1,
+    decode: int = 2,
+    kind: type[FakeDecode] = FakeDecode,
+    **config,
 ) -> AsyncIterator[Mesh]:
     """A router with that many fake workers, started and stopped."""
     secret = tmp_path / "secret"
     secret.write_bytes(b"k" * 32)
     registry = FakeRegistry()
     prefills = [FakePrefill(f"prefill-{i}", "prefill") for i in range(prefill)]
-    decodes = [FakeDecode(f"decode-{i}", "decode") for i in range(decode)]
+    decodes = [kind(f"decode-{i}", "decode") for i in range(decode)]
     for worker in (*prefills, *decodes):
         registry.records.append(await worker.start())
     defaults = {

@@ -514,7 +514,7 @@ async def test_a_fault_of_the_worker_itself_ends_its_loop():
     def wrong(*_):
         raise AssertionError("the books are wrong")
 
-    mesh.decode.worker._apply = wrong
+    mesh.decode.worker._stepping._apply = wrong
     asking = asyncio.ensure_future(mesh.ask(prompt_of(20), 5))
     with pytest.raises(AssertionError, match="books"):
         await mesh.loops[-1]

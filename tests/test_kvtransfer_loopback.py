@@ -268,7 +268,7 @@ def test_a_format_that_differs_is_refused_naming_both_sides():
 def test_a_lease_without_a_transport_in_common_is_refused():
     rig, listener = manual()
     rig.addresses = (("rdma", "x:1"),)
-    with pytest.raises(Incompatible, match="offers rdma, prefill has loopback, tcp"):
+    with pytest.raises(Incompatible, match="offers rdma, prefill has loopback, shm, tcp"):
         rig.sender.open(rig.lease())
     settle(rig, listener)
 

@@ -1,9 +1,14 @@
 """The command line: exit codes and sentences."""
 
+from pathlib import Path
+
+import msgspec
 import pytest
 
-from pdmesh.launch import cli, runtime
+from pdmesh.launch import cli, join, runtime
 from pdmesh.launch.runtime import MeshInfo, RunDir, claim, find_mesh
+from pdmesh.launch.topology import Topology
+from pdmesh.wire.control import JoinInfo
 from pdmesh.wire.errors import ConfigError, Unavailable
 
 
@@ -33,12 +38,16 @@ INFO = MeshInfo(
 )
 
 
-@pytest.mark.parametrize("command", [(), ("up",), ("chat",), ("serve",), ("status",), ("version",)])
+OPERATING = ("scale", "restart", "drain", "answers", "migrate")
+COMMANDS = ("up", "chat", "serve", "status", "version", *OPERATING)
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
 def test_help_says_what_a_command_does(capsys, command):
     code, out, _ = run(capsys, *command, "--help")
     assert code == 0
     assert "usage: pdmesh" in out
-    if command in ((), ("up",), ("chat",), ("serve",)):
+    if command not in (("status",), ("version",)):
         assert "pdmesh up --chat" in out or f"pdmesh {command[0]}" in out.split("examples")[1]
 
 
@@ -87,6 +96,19 @@ def test_version_names_the_protocol(capsys):
             ("serve", "decode", "--redis", "redis://x", "--secret-file", "k", "--host", "0.0.0.0"),
             "0.0.0.0 is no address that other processes can call",
         ),
+        (("scale",), "required: ROLE=N"),
+        (("scale", "decode"), "'decode' is no target; give prefill=N or decode=N, e.g. decode=3"),
+        (("scale", "prefill=0"), "prefill=0: a mesh needs at least 1 prefill worker; ask for 1"),
+        (("scale", "decode=2"), "no mesh is running on this machine; start one with: pdmesh up"),
+        (("scale", "decode=2", "--mesh", "m"), "no mesh named 'm' is running on this machine"),
+        (("restart",), "no mesh is running on this machine; start one with: pdmesh up"),
+        (("drain", "decode-0"), "no mesh is running on this machine; start one with: pdmesh up"),
+        (("drain",), "required: WORKER"),
+        (("answers",), "no mesh is running on this machine; start one with: pdmesh up"),
+        (("migrate", "4f"), "no mesh is running on this machine; start one with: pdmesh up"),
+        (("migrate",), "required: REQUEST"),
+        (("serve", "decode", "--join", "m"), "no mesh named 'm' is running on this machine"),
+        (("serve", "decode", "--join", "10.0.0.1:7080"), "no secret given; copy the secret.key"),
         (("chat", "--address", "nowhere"), "'nowhere' is not HOST:PORT"),
         (("status", "--redis", "foo://x"), "is not understood"),
     ],
@@ -231,3 +253,53 @@ def test_a_half_written_description_is_no_mesh():
     with claim("m", explicit=True) as (_, folder):
         (folder.path / "mesh.json").write_text('{"name": ')
         assert RunDir(folder.path).read() is None
+
+
+JOIN = JoinInfo(
+    mesh="m",
+    redis_url="redis://127.0.0.1:6379",
+    model_name="tiny",
+    dtype="bfloat16",
+    arithmetic="exact",
+    page_size=32,
+    mtp=False,
+    lease_ttl_s=2.0,
+)
+
+
+def asked(monkeypatch, info: JoinInfo) -> None:
+    """The router at any address answers so."""
+
+    async def answer(address, role, secret):
+        return info
+
+    monkeypatch.setattr(join, "_asked", answer)
+
+
+def joined(tmp_path, address: str, model: Path | None = None) -> Topology:
+    secret = tmp_path / "key"
+    secret.write_bytes(b"k" * 32)
+    return join.joined(Topology(), address, "decode", secret, model)
+
+
+def test_a_worker_that_joins_is_as_the_mesh_is(monkeypatch, tmp_path):
+    asked(monkeypatch, JOIN)
+    topology = joined(tmp_path, "127.0.0.1:7080")
+    mesh, model = topology.mesh, topology.model
+    assert (mesh.name, mesh.redis, mesh.lease_ttl_s) == ("m", JOIN.redis_url, 2.0)
+    assert (mesh.host, model.name, model.dtype) == ("127.0.0.1", "tiny", "bfloat16")
+    assert (model.arithmetic, model.page_size, model.mtp) == ("exact", 32, False)
+
+
+@pytest.mark.parametrize("store", ["redis://127.0.0.1:6379", "redis://localhost", "unix:///run/s"])
+def test_a_store_of_another_machine_that_cannot_be_reached_is_said_so(monkeypatch, tmp_path, store):
+    asked(monkeypatch, msgspec.structs.replace(JOIN, redis_url=store))
+    with pytest.raises(ConfigError, match="the store of the mesh at 192.0.2.1:7080 listens on its"):
+        joined(tmp_path, "192.0.2.1:7080")
+
+
+def test_another_model_than_the_shipped_one_has_to_be_there(monkeypatch, tmp_path):
+    asked(monkeypatch, msgspec.structs.replace(JOIN, model_name="chatty"))
+    with pytest.raises(ConfigError, match="the mesh serves 'chatty', which is not the shipped mo"):
+        joined(tmp_path, "127.0.0.1:7080")
+    assert joined(tmp_path, "127.0.0.1:7080", tmp_path).model.name == "chatty"

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.launch import cli
+from pdmesh.launch.arguments import parser
 from pdmesh.launch.checks import check_together
-from pdmesh.launch.processes import mesh_specs
+from pdmesh.launch.crew import Crew, Plan
 from pdmesh.launch.restart import MAX_DEATHS, WINDOW_S, restart_delay
+from pdmesh.launch.runtime import RunDir
 from pdmesh.launch.topology import AUTO_DRAFTS, SECTIONS, Topology, check_model, load_topology
 from pdmesh.wire.errors import ConfigError
 
@@ -23,6 +24,7 @@ port = 9000
 redis = "redis://10.0.0.5"
 secret_file = "key"
 lease_ttl_s = 2
+drain_s = 7
 log_level = "DEBUG"
 [model]
 path = "../model"
@@ -133,8 +135,9 @@ def test_settings_that_go_together_pass_whatever_the_checkpoint_says(tmp_path, t
 
 def started(topology: Topology) -> dict[str, argparse.Namespace]:
     """What the processes of a mesh are told, by name, as ``pdmesh serve`` reads it."""
-    specs = mesh_specs(topology, 7080, Path("key"), {"prefill-0": 9200})
-    return {s.name: cli._parser().parse_args(["serve", s.role, *s.arguments]) for s in specs}
+    plan = Plan(topology, 7080, RunDir(Path("run")), {"prefill-0": 9200})
+    specs = [child.spec for child in Crew(plan, Path("key")).children]
+    return {s.name: parser().parse_args(["serve", s.role, *s.arguments]) for s in specs}
 
 
 def test_a_process_is_told_what_the_file_says(tmp_path):
@@ -144,7 +147,8 @@ def test_a_process_is_told_what_the_file_says(tmp_path):
     assert (prefill.chunk_tokens, prefill.max_queue, prefill.metrics_port) == (128, 9, 9200)
     assert (decode.draft_tokens, decode.growth_tokens, decode.park_mb) == ("auto", 256, 64)
     assert (decode.max_waiting, decode.metrics_port) == (7, 0)
-    assert told["router"].metrics_port == 9100
+    assert (told["router"].metrics_port, told["router"].admin_file.name) == (9100, "router.admin")
+    assert (prefill.drain_s, decode.drain_s) == (7, 7)
 
 
 def test_a_checkpoint_without_an_mtp_module_needs_no_setting(tmp_path):

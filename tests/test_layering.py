@@ -22,7 +22,10 @@ ALLOWED: dict[str, set[str]] = {
     "decode": {"registry", "kvtransfer", "kvcache", "model", "kernels", "wire"},
     "router": {"registry", "text", "wire"},
 }
+ALLOWED["simulation"] = set(ALLOWED)
 ALLOWED["launch"] = set(ALLOWED)
+EXTRA: dict[str, set[str]] = {"router": {"pdmesh.kvtransfer.protocol.migration_gateway"}}
+"""Single modules that a package may import besides."""
 NO_TORCH = ("wire", "text", "registry", "router", "launch")
 SOURCES = sorted(path for name in ALLOWED for path in (ROOT / name).rglob("*.py"))
 
@@ -44,10 +47,21 @@ def ours(modules: set[str]) -> set[str]:
     return {name.split(".")[1] for name in modules if name.startswith("pdmesh.")}
 
 
+def beyond(modules: set[str], extra: set[str]) -> set[str]:
+    """The modules without those in ``extra``, their names, and the packages they are in."""
+    used = {m for m in extra if any(f"{name}.".startswith(f"{m}.") for name in modules)}
+    around = {m.rpartition(".")[0] for m in used}
+    return {
+        name
+        for name in modules
+        if name not in around and not any(f"{name}.".startswith(f"{m}.") for m in used)
+    }
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_imports_only_what_its_package_may(path):
     package = path.relative_to(ROOT).parts[0]
-    wrong = ours(imported(path)) - ALLOWED[package] - {package}
+    wrong = ours(beyond(imported(path), EXTRA.get(package, set()))) - ALLOWED[package] - {package}
     assert not wrong, f"{package} may not import {sorted(wrong)}"
 
 
@@ -66,6 +80,23 @@ def test_the_check_sees_a_wrong_import(tmp_path):
     path = tmp_path / "x.py"
     path.write_text("def f():\n    from pdmesh import decode\n    import pdmesh.kvcache.pool\n")
     assert ours(imported(path)) == {"decode", "kvcache"}
+
+
+def test_the_router_may_use_the_migration_machine_and_no_more_of_transfer(tmp_path):
+    extra, path = EXTRA["router"], tmp_path / "x.py"
+    path.write_text("from pdmesh.kvtransfer.protocol import migration_gateway as g\n")
+    assert not ours(beyond(imported(path), extra))
+    path.write_text("from pdmesh.kvtransfer.protocol.migration_gateway import step\n")
+    assert not ours(beyond(imported(path), extra))
+    for wrong in ("protocol import pull", "protocol.migration import Capsule", "sender import X"):
+        package, name = wrong.split(" import ")
+        path.write_text(f"from pdmesh.kvtransfer.{package} import {name}\n")
+        assert ours(beyond(imported(path), extra)) == {"kvtransfer"}, wrong
+
+
+def test_the_packages_around_the_migration_machine_are_empty():
+    for package in ("kvtransfer", "kvtransfer/protocol"):
+        assert (ROOT / package / "__init__.py").read_text() == ""
 
 
 MODULES = {

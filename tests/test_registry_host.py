@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pdmesh.registry import host
-from pdmesh.registry.host import Binding, Life, host_worker
-from pdmesh.wire.errors import ConfigError, PdmeshError
+from pdmesh.registry.draining import Life, Workload, counted
+from pdmesh.registry.host import Binding, host_worker
+from pdmesh.wire.errors import ConfigError, Draining, PdmeshError, Unavailable
+from pdmesh.wire.handoff import DrainRequest
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.messages import Empty, PoolStatus, WorkerRecord, WorkerStatus
 from pdmesh.wire.rpc import Client, Method
@@ -48,7 +50,11 @@ class FakeLease:
 class Worker:
     """A hosted worker with one endless stream and a loop that may be told to die."""
 
-    def __init__(self, refuses=False, port=0):
+    def __init__(self, refuses=False, port=0, drain_s=60.0):
+        self.answers = 0
+        self.handed_back = []
+        self.reserving = asyncio.Event()
+        self.withdrawn = asyncio.Event()
         self.lease = FakeLease(refuses)
         self.address = ""
         self.die = asyncio.Event()
@@ -59,11 +65,34 @@ class Worker:
         methods = [
             Method("Endless", Empty, stream=self.endless),
             Method("Status", Empty, unary=self.status),
+            Method("Reserve", Empty, unary=self.reserve),
+            Method("LendPages", Empty, unary=self.lend),
         ]
-        binding = Binding("127.0.0.1", port)
+        work = Workload(lambda: counted(self.answers, "answer"), self.hand_back)
         self.running = asyncio.ensure_future(
-            host_worker(binding, methods, self.run, self.make, self.finish, self.life)
+            host_worker(
+                Binding("127.0.0.1", port),
+                methods,
+                self.run,
+                self.make,
+                self.finish,
+                self.life,
+                work,
+                drain_s,
+            )
         )
+
+    async def reserve(self, _):
+        self.reserving.set()
+        await self.withdrawn.wait()
+        raise self.handed_back[0]
+
+    async def lend(self, _):
+        return Empty()
+
+    def hand_back(self, error):
+        self.handed_back.append(error)
+        self.withdrawn.set()
 
     async def endless(self, _):
         try:
@@ -123,7 +152,7 @@ async def closing(client):
 
 @pytest.fixture(autouse=True)
 def _short_drain(monkeypatch):
-    monkeypatch.setattr(host, "DRAIN_S", 0.1)
+    monkeypatch.setattr(host, "GRACE_S", 0.1)
 
 
 async def first_message(worker):
@@ -163,6 +192,109 @@ async def test_a_worker_says_that_it_starts_is_ready_and_drains():
         assert (await client.unary("Status", Empty(), WorkerStatus, timeout=30)).state == "draining"
         worker.lease.drained.set()
     await asyncio.wait_for(worker.running, 30)
+
+
+@asynccontextmanager
+async def serving(**options):
+    """A worker that is ready, and a client of it; the worker is ended afterwards."""
+    worker = Worker(**options)
+    await worker.lease.is_ready.wait()
+    async with closing(Client(worker.address, "decode")) as client:
+        yield worker, client
+        worker.answers = 0
+        if not worker.running.done():
+            os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(worker.running, 30)
+
+
+def ask(client, method, request=None, answer=Empty):
+    return client.unary(method, request or Empty(), answer, timeout=30)
+
+
+async def test_after_sigterm_a_worker_lends_pages_but_takes_nothing_new_until_nothing_is_left():
+    async with serving() as (worker, client):
+        worker.answers = 2
+        os.kill(os.getpid(), signal.SIGTERM)
+        await worker.lease.draining.wait()
+        with pytest.raises(Draining, match="decode-0 is draining"):
+            await ask(client, "Reserve")
+        assert not worker.reserving.is_set()  # the worker itself is not even asked
+        await ask(client, "LendPages")
+        assert not worker.running.done()
+        worker.answers = 0
+        await asyncio.wait_for(worker.running, 30)
+        assert worker.lease.calls == ["start", "ready", "drain", "close"]
+
+
+async def test_what_waits_at_a_draining_worker_is_handed_back_with_the_same_error():
+    async with serving() as (worker, client):
+        waiting = asyncio.ensure_future(ask(client, "Reserve"))
+        await worker.reserving.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Draining, match="decode-0 is draining"):
+            await waiting
+        await asyncio.wait_for(worker.running, 30)
+
+
+async def test_draining_ends_when_its_time_is_over(caplog):
+    caplog.set_level("INFO")
+    async with serving(drain_s=0.2) as (worker, _):
+        worker.answers = 3
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(worker.running, 30)
+    cut = next(r.fields for r in caplog.records if r.getMessage() == "drain_cut")
+    assert (cut["left"], cut["reason"]) == ("3 answers", "0.2 s are over")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_ends_the_draining(number):
+    async with serving() as (worker, _):
+        worker.answers = 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        await worker.lease.draining.wait()
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(worker.running, 30)
+        assert worker.finished
+
+
+async def test_a_worker_that_is_asked_to_drain_stays_and_can_be_taken_back():
+    async with serving() as (worker, client):
+        for _ in range(2):  # asking twice changes nothing
+            status = await ask(client, "Drain", DrainRequest(), WorkerStatus)
+            assert status.state == "draining"
+        with pytest.raises(Draining):
+            await ask(client, "Reserve")
+        assert not worker.reserving.is_set()
+        worker.lease.is_ready.clear()
+        assert (await ask(client, "Undrain", answer=WorkerStatus)).state == "ready"
+        assert worker.lease.is_ready.is_set()
+        again = asyncio.ensure_future(ask(client, "Reserve"))
+        await worker.reserving.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Draining):
+            await again
+        await asyncio.wait_for(worker.running, 30)
+
+
+async def test_a_worker_that_is_ending_cannot_be_taken_back():
+    async with serving() as (worker, client):
+        worker.answers = 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        await worker.lease.draining.wait()
+        with pytest.raises(Unavailable, match="cannot be undone"):
+            await ask(client, "Undrain", answer=WorkerStatus)
+
+
+async def test_a_worker_that_was_asked_to_drain_ends_at_sigterm_when_it_is_empty(caplog):
+    async with serving() as (worker, client):
+        worker.answers = 1
+        await ask(client, "Drain", DrainRequest(reason="upgrade"), WorkerStatus)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await ask(client, "LendPages")
+        assert not worker.running.done()
+        worker.answers = 0
+        await asyncio.wait_for(worker.running, 30)
+        assert worker.lease.calls == ["start", "ready", "drain", "close"]
 
 
 async def test_a_dead_loop_ends_the_worker_with_its_error():

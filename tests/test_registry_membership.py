@@ -122,3 +122,13 @@ def test_a_lost_instance_is_forgotten_with_its_record(view):
     view.replace(roster(new), [(new, set())])
     assert names(view) == ["decode-0"]
     assert view._lost == {}
+
+
+def test_a_worker_that_drains_is_not_routed_to_but_known(view):
+    said = {b"op": b"state", b"worker": b"decode-0", b"epoch": b"5", b"state": b"draining"}
+    assert view.draining() == []
+    view.apply(2, said)
+    assert names(view) == []
+    assert [record.worker_id for record in view.draining()] == ["decode-0"]
+    view.mark_lost("a", now=0.0)
+    assert view.draining() == []

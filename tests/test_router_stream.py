@@ -55,8 +55,10 @@ def test_a_gap_is_an_error_and_changes_nothing():
 
 @pytest.mark.parametrize("bad", [-1, TOKENIZER.vocab_size, 2**31])
 def test_an_id_outside_the_vocabulary_is_an_error(bad):
+    gate = stream()
     with pytest.raises(StreamBroken, match="outside the vocabulary"):
-        stream().take(chunk(0, [bad]))
+        gate.take(chunk(0, [WORDS[0], bad]))
+    assert gate.tokens == [], "a token that the client does not get is not counted"
 
 
 def test_max_tokens_cuts_a_chunk_that_runs_over_it():

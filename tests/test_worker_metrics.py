@@ -42,6 +42,8 @@ STATUS = WorkerStatus(
     parked=1,
     drafted=8,
     accepted=5,
+    moved_in=4,
+    moved_out=3,
 )
 
 
@@ -80,6 +82,8 @@ def test_a_decode_worker_tells_of_tokens_drafts_and_preemptions():
         "pdmesh_parked_bytes": 4096,
         "pdmesh_spec_decode_num_draft_tokens_total": 8,
         "pdmesh_spec_decode_num_accepted_tokens_total": 5,
+        "pdmesh_answers_moved_in_total": 4,
+        "pdmesh_answers_moved_out_total": 3,
     }
     assert {name: metrics.value(name) for name in want} == want
     assert metrics.value("pdmesh_prompt_tokens_computed_total") is None
@@ -112,6 +116,12 @@ def test_a_step_of_decode_is_observed():
     assert metrics.value("pdmesh_step_batch_size_sum") == 6
     assert metrics.value("pdmesh_step_batch_size_bucket", le="2.0") == 0
     assert metrics.value("pdmesh_step_batch_size_bucket", le="4.0") == 2
+
+
+def test_how_long_an_answer_stood_still_is_observed():
+    metrics = decode()
+    metrics.moved_out(0.25)
+    assert metrics.value("pdmesh_migration_frozen_seconds_sum") == 0.25
 
 
 def test_a_reservation_counts_what_decode_had_cached_of_the_prompt():

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 import torch
 from model_cases import tiny_model, tokens_of
 
-from pdmesh.decode.drafter import MtpDrafter
+from pdmesh.decode.drafter import MtpDrafter, SequenceRows
 from pdmesh.decode.limits import GIB, DecodeLimits
+from pdmesh.decode.methods import migration_methods
+from pdmesh.decode.peers import Peers
 from pdmesh.decode.runner import DecodeRunner
 from pdmesh.decode.scheduler import DecodeScheduler
 from pdmesh.decode.worker import DecodeWorker
@@ -31,6 +34,8 @@ from pdmesh.prefill.runner import PrefillRunner
 from pdmesh.prefill.scheduler import PrefillScheduler
 from pdmesh.prefill.work import PrefillLimits
 from pdmesh.prefill.worker import PrefillWorker
+from pdmesh.wire.codec import decode, encode
+from pdmesh.wire.errors import PdmeshError, error_from_wire
 from pdmesh.wire.hashes import page_hashes, root_hash
 from pdmesh.wire.messages import (
     Fin,
@@ -41,7 +46,9 @@ from pdmesh.wire.messages import (
     ReserveRequest,
     StreamRequest,
     TokenChunk,
+    WorkerRecord,
 )
+from pdmesh.wire.rpc import Method
 from pdmesh.wire.sampling import SamplingParams
 
 PAGE = 64
@@ -78,6 +85,8 @@ class Gate:
         """What the next step raises."""
         self.poison: list[int] | None = None
         """Steps with a sequence that begins so fail."""
+        self.before: list[Callable[[list[SequenceRows]], None]] = []
+        """Called with the rows of each step, on its thread."""
 
     def hold(self):
         self._held = True
@@ -95,6 +104,8 @@ class Gate:
 
     def step(self, rows):
         self.batches.append(len(rows))
+        for call in self.before:
+            call(rows)
         held = self._held
         self._entered.release()
         assert not held or self._permits.acquire(timeout=PATIENCE)
@@ -217,7 +228,7 @@ class PrefillSide(Side):
 
 
 class DecodeSide(Side):
-    def __init__(self, fmt, options, number=0):
+    def __init__(self, fmt, options, number=0, connect=None):
         super().__init__(fmt, options)
         self.instance = f"decode{number or ''}"
         if options.transport == "tcp":
@@ -248,10 +259,45 @@ class DecodeSide(Side):
             grammars=options.grammars,
         )
         scheduler = DecodeScheduler(options.max_batch)
-        self.worker = DecodeWorker(self.gate, self.kv, self.store, self.receiver, scheduler, limits)
+        self.worker = DecodeWorker(
+            self.gate,
+            self.kv,
+            self.store,
+            self.receiver,
+            scheduler,
+            limits,
+            peers=Peers(connect) if connect else None,
+        )
+        self.methods = {method.name: method for method in migration_methods(self.worker)}
+        self.methods["Release"] = Method("Release", ReleaseRequest, unary=self.worker.release)
 
     def busy(self):
-        return [self.worker.queued, self.worker.running, self.worker.leases]
+        migrations = self.worker.migrations
+        sending = self.worker._sender.num_transfers
+        return [
+            self.worker.queued,
+            self.worker.running,
+            self.worker.leases,
+            len(migrations._moves) + len(migrations._tasks) + len(migrations._frozen),
+            len(self.worker.adoptions._by_lease) + len(self.worker.adoptions._tasks),
+            sending,
+        ]
+
+
+class InProcessPeer:
+    """Calls another worker of the rig as gRPC does: encoded, each in a task of its own."""
+
+    def __init__(self, rig, instance):
+        self._rig, self._instance = rig, instance
+
+    async def unary(self, method, request, answer, timeout=None):
+        self._rig.calls.append((method, self._instance))
+        if self._rig.on_call is not None:
+            await self._rig.on_call(method, request, self._instance)
+        return await self._rig.call(self._instance, method, request, answer, timeout)
+
+    async def close(self):
+        pass
 
 
 @dataclass
@@ -290,10 +336,45 @@ class Rig:
             options.arithmetic,
         )
         self.prefills = [PrefillSide(self.format, options) for _ in range(options.prefills)]
-        self.decodes = [DecodeSide(self.format, options, i) for i in range(options.decodes)]
+        self.calls: list[tuple[str, str]] = []
+        """(method, instance) of what decode workers asked each other."""
+        self.on_call = None
+        """Awaited with (method, request, instance) before such a call; may raise."""
+        self.decodes = [
+            DecodeSide(self.format, options, i, lambda record: InProcessPeer(self, record.instance))
+            for i in range(options.decodes)
+        ]
         self.loops = [
             asyncio.ensure_future(side.worker.run()) for side in (*self.prefills, *self.decodes)
         ]
+
+    def record(self, number):
+        """What a decode worker registers."""
+        side = self.decodes[number]
+        return WorkerRecord(
+            worker_id=side.instance,
+            instance=side.instance,
+            role="decode",
+            address="",
+            page_format=self.format,
+            model="tiny",
+            vocab_size=self.options.config.vocab_size,
+            max_context=self.options.config.max_position_embeddings,
+            capacity_pages=self.options.pages,
+        )
+
+    async def call(self, instance, method, request, answer, timeout=PATIENCE):
+        """A unary call to a decode worker; errors come back as over the wire."""
+        side = next(side for side in self.decodes if side.instance == instance)
+        handler = side.methods[method]
+        request = decode(encode(request), handler.request)
+        try:
+            result = await asyncio.wait_for(
+                asyncio.ensure_future(handler.unary(request)), timeout or PATIENCE
+            )
+        except PdmeshError as error:
+            raise error_from_wire(type(error).__name__, error.message) from error
+        return decode(encode(result), answer)
 
     @property
     def prefill(self):
@@ -421,6 +502,7 @@ class Rig:
         for side in self.prefills:
             await side.worker.close(grace=1.0)
         for side in self.decodes:
+            await side.worker.migrations.close()
             side.worker.close()
             side.receiver.close()
 

@@ -20,7 +20,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """The message in ``data``, checked field by field.
+    """The message in ``data``, checked field by field; ``kind`` may be a union of tagged structs.
 
     Raises:
         InvalidRequest: the bytes are no MessagePack or do not fit ``kind``.
@@ -31,6 +31,7 @@ def decode(data: bytes, kind: type[T]) -> T:
     try:
         value = decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"malformed {kind.__name__}: {error}") from error
+        name = getattr(kind, "__name__", str(kind))
+        raise InvalidRequest(f"malformed {name}: {error}") from error
     assert isinstance(value, kind)
     return value

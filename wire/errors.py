@@ -45,6 +45,10 @@ class Unavailable(PdmeshError):
     status = "UNAVAILABLE"
 
 
+class Draining(Unavailable):
+    """A worker that takes nothing new, or hands back what it has not begun; nothing went wrong."""
+
+
 class WorkerLost(Unavailable):
     """A worker went away, or stopped answering, while it served the request."""
 
@@ -101,6 +105,7 @@ _BY_NAME: dict[str, type[PdmeshError]] = {
         TooLarge,
         Overloaded,
         Unavailable,
+        Draining,
         WorkerLost,
         TransferFailed,
         LeaseGone,

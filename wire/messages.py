@@ -2,8 +2,10 @@
 
 The order of a request: the router sends ``ReserveRequest`` to a decode worker and gets a
 ``Lease``; sends ``PrefillRequest`` with the lease to a prefill worker and gets a ``FirstToken``;
-opens ``StreamRequest`` at the decode worker and gets ``TokenChunk``s; sends ``ReleaseRequest``.
-Positions count from 0 at the first prompt token; output position 0 is the first generated token.
+opens ``StreamRequest`` at the decode worker and gets ``StreamItem``s; sends ``ReleaseRequest``.
+A running answer that moves to another decode worker: see ``handoff``. Cached pages that one worker
+reads from another: see ``pulls``. Positions count from 0 at the first prompt token; output position
+0 is the first generated token.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import msgspec
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.sampling import SamplingParams
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised with every change of a message; peers of another version are refused by name."""
 
 Role = Literal["prefill", "decode"]
@@ -28,6 +30,17 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+
+
+class PageSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker that is said to hold a prompt's leading pages; a hint, never a promise."""
+
+    instance: str
+    role: Role
+    address: str
+    """host:port of its internal gRPC server."""
+    pages: int
+    """How many leading pages."""
 
 
 class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -52,6 +65,8 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ticket: str = ""
     """Names the reservation while it waits: a Release of it takes it out of the line. Whether it
     still was in the line, the answer to the reservation says."""
+    sources: tuple[PageSource, ...] = ()
+    """Who may have prompt pages that this worker lacks, best first."""
     deadline_ms: int
     """Milliseconds from receipt after which the decode worker starts to drain the lease."""
 
@@ -92,6 +107,8 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     waited_ms: int = 0
     """As in ReserveRequest."""
     eos_token_ids: tuple[int, ...] = ()
+    sources: tuple[PageSource, ...] = ()
+    """Who may have prompt pages that this worker lacks, best first."""
     lease: Lease
     deadline_ms: int
 
@@ -144,7 +161,7 @@ class StreamRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tenant: str = ""
 
 
-class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="tokens"):
     """Decode to router: the tokens of one step of one sequence."""
 
     attempt: int
@@ -209,6 +226,12 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Draft tokens verified, and of those accepted."""
     step_ms: float = 0.0
     """Moving average of a step's duration."""
+    moved_in: int = 0
+    """Running answers taken over from other decode workers."""
+    moved_out: int = 0
+    """Running answers handed over to other decode workers."""
+    pulled_pages: int = 0
+    """Cached pages read from other workers, and validated."""
     problems: tuple[str, ...] = ()
     """What check_integrity found; empty when all is well."""
 

@@ -148,7 +148,7 @@ def step(state: SourceState, event: Event) -> Step:
         case Fenced(attempt):
             return _dropped(state) if attempt > state.attempt else (state, ())
         case GatewayLost():
-            return _dropped(state)
+            return _left_alone(state)
         case Reminded():
             return state, _reminder(state)
         case Stopped():
@@ -292,6 +292,15 @@ def _dropped(state: SourceState) -> Step:
     if state.phase in (Phase.DECODING, Phase.COMMITTING, Phase.ABORTING):
         return dropped, (Free(),)
     return dropped, (AbortTarget(state.handoff), Free())
+
+
+def _left_alone(state: SourceState) -> Step:
+    """Nobody asks for the answer any more. A target that may wait for a decision is told, too; one
+    that has been activated takes no notice."""
+    dropped, effects = _dropped(state)
+    if state.phase is Phase.COMMITTING:
+        return dropped, (AbortTarget(state.handoff), *effects)
+    return dropped, effects
 
 
 def _reminder(state: SourceState) -> tuple[Effect, ...]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import assert_never
 
+from pdmesh.kvtransfer.protocol.units import block_bits
 from pdmesh.wire.messages import Fin
 
 
@@ -57,6 +58,22 @@ class ReceiverState:
     def num_arrived(self) -> int:
         return self.arrived.bit_count()
 
+    def has(self, page: int, layer: int, pages: int = 1, layers: int = 1) -> bool:
+        """Whether the lease has a place for the whole block."""
+        return (
+            0 <= page < page + pages <= self.num_pages
+            and 0 <= layer < layer + layers <= self.num_layers
+        )
+
+    def wants(self, generation: int, page: int, layer: int, pages: int, layers: int) -> bool:
+        """Whether a block may be written now: the lease is filling and it has not arrived."""
+        return (
+            generation == self.generation
+            and self.phase is Phase.FILLING
+            and self.has(page, layer, pages, layers)
+            and not self.arrived & block_bits(self.num_layers, page, layer, pages, layers)
+        )
+
     @property
     def complete_pages(self) -> int:
         """Leading pages of which every layer has arrived: what survives a failure.
@@ -79,11 +96,16 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class WriteArrived:
-    """One layer of one page (counted from the lease's first page), its checksum right."""
+    """A block of units arrived, its checksums right: ``layers`` layers of each of ``pages`` pages.
+
+    ``page`` is counted from the lease's first page.
+    """
 
     generation: int
     page: int
     layer: int
+    pages: int = 1
+    layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +179,12 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Copy the write into its page (a one-sided write is there already)."""
+    """Copy the write into its pages (a one-sided write is there already)."""
 
     page: int
     layer: int
+    pages: int = 1
+    layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,13 +293,16 @@ def _stale(state: ReceiverState, generation: int) -> str | None:
 def _write(state: ReceiverState, event: WriteArrived) -> Step:
     if why := _stale(state, event.generation):
         return state, (Drop(why),)
-    if not (0 <= event.page < state.num_pages and 0 <= event.layer < state.num_layers):
+    place = event.page, event.layer, event.pages, event.layers
+    if not state.has(*place):
         return _fail(state, f"page {event.page}, layer {event.layer} is not part of the lease")
-    bit = 1 << (event.page * state.num_layers + event.layer)
-    if state.arrived & bit:
+    bits = block_bits(state.num_layers, *place)
+    if state.arrived & bits == bits:
         return state, (Drop("it arrived before"),)
-    filled = replace(state, arrived=state.arrived | bit)
-    return _complete(filled, (Store(event.page, event.layer),))
+    if state.arrived & bits:
+        return _fail(state, f"page {event.page}, layer {event.layer} was written twice")
+    filled = replace(state, arrived=state.arrived | bits)
+    return _complete(filled, (Store(*place),))
 
 
 def _corrupt(state: ReceiverState, event: WriteCorrupt) -> Step:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import assert_never
 
+from pdmesh.kvtransfer.protocol.units import block_bits
 from pdmesh.wire.errors import InternalError
 from pdmesh.wire.messages import Fin
 
@@ -72,15 +73,17 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """One layer of one page (prompt page index) has been computed."""
+    """A block has been computed: ``layers`` layers of each of ``pages`` pages (of the prompt)."""
 
     page: int
     layer: int
+    pages: int = 1
+    layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class WritesDone:
-    """The transport is through with ``count`` writes, sent or taken off its queue."""
+    """The transport is through with ``count`` units, sent or taken off its queue."""
 
     count: int
 
@@ -142,6 +145,8 @@ class PostOpen:
 class PostWrite:
     page: int
     layer: int
+    pages: int = 1
+    layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +196,8 @@ def step(state: SenderState, event: Event) -> Step:
             return state, ()
         case Granted():
             return _granted(state)
-        case Pushed(page, layer):
-            return _pushed(state, page, layer)
+        case Pushed():
+            return _pushed(state, event)
         case WritesDone(count):
             return _writes_done(state, count)
         case Finished(fin):
@@ -241,19 +246,21 @@ def _reminder(state: SenderState) -> tuple[Effect, ...]:
     return ()
 
 
-def _pushed(state: SenderState, page: int, layer: int) -> Step:
+def _pushed(state: SenderState, block: Pushed) -> Step:
+    page = block.page
+    place = page, block.layer, block.pages, block.layers
     match state.phase:
         case Phase.GRANTED | Phase.SENDING:
-            bit = 1 << (page * state.num_layers + layer)
-            if state.pushed & bit:
-                raise InternalError(f"page {page}, layer {layer} was pushed before")
+            bits = block_bits(state.num_layers, *place)
+            if state.pushed & bits:
+                raise InternalError(f"page {page}, layer {block.layer} was pushed before")
             sending = replace(
                 state,
                 phase=Phase.SENDING,
-                pushed=state.pushed | bit,
-                in_flight=state.in_flight + 1,
+                pushed=state.pushed | bits,
+                in_flight=state.in_flight + block.pages * block.layers,
             )
-            return sending, (PostWrite(page, layer),)
+            return sending, (PostWrite(*place),)
         case Phase.DRAINING | Phase.DRAINED:
             return state, ()
         case Phase.IDLE | Phase.OPENING | Phase.FIN_SENT | Phase.DONE:

@@ -1,0 +1,118 @@
+"""``pdmesh answers`` and ``pdmesh migrate``: what a router is answering, and moving it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
+
+from pdmesh.launch.operate import running_mesh
+from pdmesh.wire.admin import AnswerList, MoveOrder, MoveReport, RunningAnswer
+from pdmesh.wire.errors import ConfigError, Unavailable
+from pdmesh.wire.messages import Empty
+from pdmesh.wire.rpc import Client
+
+_CALL_S = 10.0
+_INTERRUPTED = 130
+_HEAD = ("request", "answer", "worker", "phase", "prompt", "tokens", "moved")
+
+
+def answers(arguments: argparse.Namespace) -> int:
+    """Prints the running answers. Returns the exit code."""
+    found = asyncio.run(_answers(_address(arguments)))
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode({"answers": found})).decode())
+    else:
+        print(as_table(found))
+    return 0
+
+
+def migrate(arguments: argparse.Namespace) -> int:
+    """Moves the answers of a request. Returns the exit code: 1 if one could not be moved."""
+    try:
+        moved = asyncio.run(
+            _migrate(_address(arguments), arguments.request, arguments.to, arguments.index)
+        )
+    except KeyboardInterrupt:
+        print("(no longer watching; the answer goes on, moved or not: see pdmesh answers)")
+        return _INTERRUPTED
+    return 0 if moved else 1
+
+
+def as_table(found: Sequence[RunningAnswer]) -> str:
+    """The answers as a table for people."""
+    if not found:
+        return "nothing is being answered"
+    rows = [_HEAD, *(_row(answer) for answer in found)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def choose(found: Sequence[RunningAnswer], beginning: str) -> str:
+    """The one request whose id begins so.
+
+    Raises:
+        ConfigError: there is none, or several.
+    """
+    ids = sorted({a.request_id for a in found if a.request_id.startswith(beginning)})
+    if beginning in ids:
+        return beginning
+    if len(ids) == 1:
+        return ids[0]
+    if ids:
+        raise ConfigError(f"several requests begin with {beginning!r}: {', '.join(ids)}; say more")
+    known = ", ".join(sorted({a.request_id for a in found})) or "none"
+    raise ConfigError(f"no request {beginning!r} is being answered; running now: {known}")
+
+
+def described(report: MoveReport) -> str:
+    """A report in words."""
+    where = f"answer {report.index}: {report.source} -> {report.target or '?'}"
+    if report.state == "moved":
+        return f"{where}, moved; paused for {report.pause_ms:.0f} ms"
+    if report.state == "failed":
+        return f"{where}, not moved, it goes on where it is: {report.reason}"
+    return f"answer {report.index} ended first" if report.state == "ended" else f"{where} ..."
+
+
+async def _answers(address: str) -> tuple[RunningAnswer, ...]:
+    client = Client(address, "router")
+    try:
+        return (await client.unary("Answers", Empty(), AnswerList, timeout=_CALL_S)).answers
+    finally:
+        await client.close()
+
+
+async def _migrate(address: str, beginning: str, target: str, index: int | None) -> bool:
+    request_id = choose(await _answers(address), beginning)
+    order = MoveOrder(request_id=request_id, index=index, target=target)
+    client = Client(address, "router")
+    failed = False
+    try:
+        reports: AsyncGenerator[MoveReport, None] = client.stream(
+            "MigrateAnswer", order, MoveReport
+        )
+        async for report in reports:
+            print(described(report), flush=True)
+            failed |= report.state == "failed"
+    finally:
+        await client.close()
+    return not failed
+
+
+def _address(arguments: argparse.Namespace) -> str:
+    if arguments.admin:
+        return str(arguments.admin)
+    info = running_mesh(arguments.mesh)
+    if not info.router_admin:
+        raise Unavailable(f"the router of the mesh {info.name!r} is not ready; try again")
+    return info.router_admin
+
+
+def _row(answer: RunningAnswer) -> tuple[str, ...]:
+    counts = (answer.prompt_tokens, answer.tokens, answer.migrations)
+    who = (answer.request_id, str(answer.index), answer.worker_id, answer.phase)
+    return *who, *(str(count) for count in counts)

@@ -1,0 +1,289 @@
+"""The router and the workers of a mesh: starts them, watches over them, lets some go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pdmesh.launch.ports import claim_ports
+from pdmesh.launch.processes import Child, WorkerRole, router_spec, worker_spec
+from pdmesh.launch.restart import restart_delay
+from pdmesh.launch.runtime import RunDir
+from pdmesh.launch.scaling import next_name
+from pdmesh.launch.topology import Topology
+from pdmesh.registry.store import Member, read_members
+from pdmesh.wire.errors import ConfigError, PdmeshError, Unavailable
+from pdmesh.wire.rpc import channel_options
+
+TICK_S = 0.2
+STOP_S = 10.0
+"""Longest wait for a process that was told to end."""
+_ROUTER_S = 2.0
+_PROGRESS_S = 3.0
+_CONFIG_EXIT = 2
+
+
+def say(text: str) -> None:
+    """One line of progress, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to start and where."""
+
+    topology: Topology
+    port: int
+    run_dir: RunDir
+    metrics_ports: Mapping[str, int] = field(default_factory=dict)
+    """Of the workers' metrics, by worker name; none for those it does not name."""
+
+
+class Crew:
+    """All processes of a mesh but the store. All methods run on the main thread's event loop.
+
+    The kernel ties a child to the thread that started it, so that a killed supervisor leaves no
+    process behind; that thread must be the main one.
+    """
+
+    def __init__(self, plan: Plan, secret: Path) -> None:
+        topology = plan.topology
+        self._plan = plan
+        self._secret = secret
+        self._announced: dict[str, float] = {}
+        self._ports = dict(plan.metrics_ports)
+        self._claims = contextlib.ExitStack()
+        self.address = f"{topology.mesh.host}:{plan.port}"
+        self.redis_url = topology.mesh.redis
+        router = router_spec(topology, plan.port, secret, plan.run_dir.admin_file)
+        self.children = [Child(router, plan.run_dir.log("router"))]
+        counts: dict[WorkerRole, int] = {
+            "prefill": topology.prefill.workers,
+            "decode": topology.decode.workers,
+        }
+        for role, count in counts.items():
+            for index in range(count):
+                self._enlist(role, f"{role}-{index}")
+
+    def _enlist(self, role: WorkerRole, name: str) -> Child:
+        metrics = self._ports.get(name, 0)
+        spec = worker_spec(self._plan.topology, role, name, self._secret, metrics)
+        self.children.append(Child(spec, self._plan.run_dir.log(name)))
+        return self.children[-1]
+
+    # ---- who there is ---------------------------------------------------------------------
+
+    def workers(self) -> dict[str, Child]:
+        """The workers that run, start, or start again, by name."""
+        return {n: c for n, c in self.known().items() if not c.given_up}
+
+    def known(self) -> dict[str, Child]:
+        """As ``workers``, and those that were given up."""
+        return {
+            child.spec.name: child
+            for child in self.children
+            if child.spec.role != "router" and not child.leaving
+        }
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by name."""
+        return {c.spec.name: c.process.pid for c in self.children if c.process is not None}
+
+    @property
+    def settled(self) -> bool:
+        """Whether every process is ready, or was given up."""
+        return all(child.ready or child.given_up for child in self.children)
+
+    # ---- coming and going -----------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts every process."""
+        now = time.monotonic()
+        for child in self.children:
+            child.start(self.redis_url, now)
+            say(f"  {child.spec.name:<12} starting")
+
+    def add(self, role: WorkerRole) -> Child:
+        """Starts one more worker, under the lowest free index."""
+        name = next_name([c.spec.name for c in self.children if not c.given_up], role)
+        self.children = [c for c in self.children if c.spec.name != name]
+        self._claim_metrics(role, name)
+        child = self._enlist(role, name)
+        child.late = True
+        child.start(self.redis_url, time.monotonic())
+        return child
+
+    async def until_ready(self, child: Child) -> None:
+        """Waits until a worker that was added is ready.
+
+        Raises:
+            Unavailable: it cannot start; it is forgotten.
+        """
+        while not child.ready:
+            if child.given_up:
+                self.forget(child)
+                raise Unavailable(
+                    f"{child.spec.name} cannot start; it said last: {child.last_words()}"
+                    f" ({child.log})"
+                )
+            await asyncio.sleep(TICK_S)
+
+    async def retire(self, child: Child, tell: Callable[[str], None]) -> None:
+        """Lets a worker finish what it has, and end."""
+        child.leaving = True
+        child.signal(signal.SIGTERM)
+        bound = self._plan.topology.mesh.drain_s + STOP_S
+        deadline, told = time.monotonic() + bound, ""
+        while child.running and time.monotonic() < deadline:
+            if (left := child.left()) != told:
+                told = left
+                tell(f"{child.spec.name} draining: {left} left")
+            await asyncio.sleep(TICK_S)
+        self.forget(child)
+
+    def forget(self, child: Child) -> None:
+        """Ends a process at once and forgets it."""
+        child.leaving = True
+        child.signal(signal.SIGKILL)
+        if child.process is not None:
+            child.process.wait()
+        self.children = [other for other in self.children if other is not child]
+
+    def _claim_metrics(self, role: WorkerRole, name: str) -> None:
+        topology = self._plan.topology
+        first = (topology.prefill if role == "prefill" else topology.decode).metrics_port
+        if not first or name in self._ports:
+            return
+        taken = {self._plan.port, topology.router.metrics_port, *self._ports.values()}
+        with contextlib.suppress(ConfigError):  # without metrics rather than not at all
+            claim = claim_ports(topology.mesh.host, first, 1, taken)
+            self._ports[name] = self._claims.enter_context(claim)[0]
+
+    async def stop(self) -> None:
+        """Ends all processes, the router first: asks, and after 10 s no longer asks."""
+        deadline = time.monotonic() + STOP_S
+        routers = [c for c in self.children if c.spec.role == "router"]
+        for child in routers:
+            child.signal(signal.SIGTERM)
+        await _ended(routers, time.monotonic() + _ROUTER_S)
+        for child in self.children:
+            child.signal(signal.SIGTERM if child in routers else signal.SIGINT)
+        await _ended(self.children, deadline)
+        self.kill()
+        self._claims.close()
+
+    def kill(self) -> None:
+        """Ends all processes at once."""
+        for child in self.children:
+            child.signal(signal.SIGKILL)
+            if child.process is not None:
+                child.process.wait()
+
+    # ---- watching -------------------------------------------------------------------------
+
+    async def watch_once(self) -> None:
+        """Looks at every process once: restarts the dead, notices the ready.
+
+        Raises:
+            ConfigError: a setting is wrong; the mesh cannot start.
+            Unavailable: what is left cannot serve.
+        """
+        now = time.monotonic()
+        for child in self.children:
+            if not (child.given_up or child.leaving):
+                self._watch(child, now)
+        if not self.settled:
+            await self._notice_ready()
+            self._report_progress(time.monotonic())
+
+    def _watch(self, child: Child, now: float) -> None:
+        if child.running:
+            return
+        if child.process is not None:
+            self._on_death(child, now)
+        elif now >= child.start_at:
+            child.start(self.redis_url, now)
+
+    def _on_death(self, child: Child, now: float) -> None:
+        assert child.process is not None
+        code, name = child.process.wait(), child.spec.name
+        child.process, child.ready = None, False
+        words = child.last_words()
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        if code == _CONFIG_EXIT and not child.proven:
+            if child.late:
+                child.given_up = True
+                return
+            raise ConfigError(words.removeprefix("pdmesh: "))
+        child.deaths.append(now)
+        delay = restart_delay(child.deaths, now)
+        if delay is None:
+            self._give_up(child, how, words)
+            return
+        child.start_at = now + delay
+        self._announced.pop(name, None)
+        say(f"  {name:<12} ended ({how}); starting it again in {delay:.1f} s ({child.log})")
+
+    def _give_up(self, child: Child, how: str, words: str) -> None:
+        child.given_up = True
+        reason = f"{child.spec.name} ended {len(child.deaths)} times ({how}); it said last: {words}"
+        peers = [c for c in self.children if c.spec.role == child.spec.role and not c.given_up]
+        if not peers:
+            raise Unavailable(f"{reason}; its log is {child.log}")
+        say(f"  {child.spec.name:<12} given up: {reason}")
+
+    async def _notice_ready(self) -> None:
+        members: dict[str, Member] = {}
+        with contextlib.suppress(PdmeshError):
+            found = await read_members(self.redis_url, self._plan.topology.mesh.name)
+            members = {member.record.worker_id: member for member in found}
+        for child in self.children:
+            if child.ready or not child.running:
+                continue
+            if child.spec.role == "router":
+                if await _serving(self.address):
+                    self._on_ready(child, self.address)
+                continue
+            member = members.get(child.spec.name)
+            if member and member.state == "ready" and member.record.instance != child.replaced:
+                child.replaced = member.record.instance
+                self._on_ready(child, member.record.address)
+
+    def _on_ready(self, child: Child, address: str) -> None:
+        child.ready = child.proven = True
+        child.address = address
+        took = time.monotonic() - child.started
+        say(f"  {child.spec.name:<12} ready in {took:.1f} s at {address}")
+
+    def _report_progress(self, now: float) -> None:
+        for child in self.children:
+            if child.ready or not child.running:
+                continue
+            if now - max(child.started, self._announced.get(child.spec.name, 0.0)) >= _PROGRESS_S:
+                self._announced[child.spec.name] = now
+                say(f"  {child.spec.name:<12} {child.progress()}")
+
+
+async def _ended(children: list[Child], deadline: float) -> None:
+    while any(child.running for child in children) and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+
+
+async def _serving(address: str) -> bool:
+    """Whether the router's public health check says SERVING."""
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=1.0)
+        except grpc.aio.AioRpcError:
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
