@@ -8,12 +8,14 @@
 # PYTHON      a Python 3.11 or later with venv      (default: the first one found)
 # TORCH       what pip installs as torch            (default: torch==2.13.0)
 # PIP_ARGS    more arguments for pip install, e.g. where to find a CPU-only torch
+# TEST_JOBS   test files that run at a time          (default: 2)
 # BENCH_ARGS  arguments of make bench, e.g. --rounds 1
 
 PYTHON ?=
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 BENCH_ARGS ?=
+TEST_JOBS ?= 2
 # An exported variable of this name is somebody else's; only make's own argument is a question.
 ifeq ($(origin PROMPT),command line)
 override PROMPT := $(value PROMPT)
@@ -78,13 +80,13 @@ test: .venv/.dev
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) mypy
-	$(RUN) pytest -m '$(QUICK)'
+	$(RUN) pytest -n $(TEST_JOBS) --dist loadfile -m '$(QUICK)'
 
 test-full: .venv/.dev
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) mypy
-	$(RUN) pytest -m 'not gpu and not gpu2'
+	$(RUN) pytest -n $(TEST_JOBS) --dist loadfile -m 'not gpu and not gpu2'
 
 bench: .venv/.dev
 	$(VENV) -P bench/cpu_chat.py $(BENCH_ARGS)

@@ -8,8 +8,11 @@ chunks. The client leaves in one of three phases: while the prompt is computed, 
 again and again for their status until no page is in use, promised or in quarantine on either side.
 
 Milliseconds of a shared machine say little, so each time is also given in units measured in the
-same run: the time of one prefill chunk, and of one round trip to a worker (its status). The asking
-itself takes a round trip, which is the resolution.
+same run: the time of one prefill chunk, and of one round trip to a worker (its status). Asking both
+workers takes two round trips: that is the resolution, and each time holds one asking at least, and
+the way of the cancellation through the router. p99 of fewer than 100 times is the highest.
+
+A client that leaves too late for its phase is counted as missed, not as fast.
 """
 
 from __future__ import annotations
@@ -103,8 +106,8 @@ class Cancels:
             NotInPhase: the request was further than that already.
         """
         answer = meshes.Answer()
-        leave_after = {"prefill": None, "hand-off": 1, "decode": 8 + self._random.randrange(32)}
-        wanted = leave_after[phase]
+        late = self._random.randint(8, 40)
+        wanted = {"prefill": None, "hand-off": 1, "decode": late}[phase]
         asking = asyncio.ensure_future(
             meshes.ask(
                 self._stub,
@@ -121,9 +124,8 @@ class Cancels:
         await asyncio.gather(asking, return_exceptions=True)
         left = await self.rest()
         reached = len(answer.token_ids)
-        if reached >= LONG_ANSWER or (phase == "prefill" and reached):
-            raise NotInPhase
-        if phase == "hand-off" and reached != 1:
+        in_phase = {"prefill": reached == 0, "hand-off": reached == 1, "decode": reached > 1}
+        if reached >= LONG_ANSWER or not in_phase[phase]:
             raise NotInPhase
         return left
 

@@ -6,9 +6,11 @@ Pages are those of DeepSeek-V3: 61 layers x 64 tokens x 576 bf16 values, 4.5 MB 
 process receives; this one sends: opens a transfer, pushes whole pages, waits for the
 acknowledgement. Beside each transport stands its bound, measured in the same rounds and in turn:
 for shm a copy of the same pages within this process, for tcp a bare socket loop that computes the
-same checksums on both sides, for nixl the library's own writes of the same pages. The last table is
-the processor time of both processes for each (page, layer) when a unit has 16 bytes: what Python
-costs.
+same checksums on both sides, for nixl the library's own writes of the same pages by agents that
+nothing else uses. Each measurement takes the next pages of pools larger than a processor's cache,
+so that nobody finds its pages there. Ratios are of one round; beside those of the time stand those
+of the processor time of both processes, which other work on the machine disturbs less. The last
+table is that processor time for each (page, layer) when a unit has 16 bytes: what Python costs.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import json
 import os
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +37,7 @@ import torch  # noqa: E402
 
 from pdmesh.kvcache.store import LatentStore, copy_bytes  # noqa: E402
 from pdmesh.kvtransfer.checks import checksum  # noqa: E402
-from pdmesh.kvtransfer.nixl import NixlDialer, NixlListener, missing  # noqa: E402
+from pdmesh.kvtransfer.nixl import NixlDialer, NixlListener, missing, new_agent, register  # noqa: E402
 from pdmesh.kvtransfer.receiver import TransferReceiver  # noqa: E402
 from pdmesh.kvtransfer.sender import Transfer, TransferSender  # noqa: E402
 from pdmesh.kvtransfer.shm import ShmDialer, ShmListener  # noqa: E402
@@ -43,8 +47,8 @@ from pdmesh.wire.messages import Fin, Lease  # noqa: E402
 
 DEEPSEEK_V3 = PageFormat("deepseek-v3", "bench", "bfloat16", 64, 61, 0, 576)
 TINY = PageFormat("tiny", "bench", "bfloat16", 1, 61, 0, 8)
-SOURCE_PAGES = 64
-"""Pages that are sent, round and round: more than any cache holds."""
+POOL_PAGES = 64
+"""Pages of each pool at least; they are used round and round, and no cache holds them."""
 CHUNK = 1 << 18
 
 
@@ -67,13 +71,22 @@ def receive(pages: int, fmt: PageFormat, check_every: int) -> None:
         listeners.append(NixlListener(fmt, check_every=check_every))
     receiver = TransferReceiver(store, listeners)
     receiver.start()
+    agent = raw_agent(store)
     raw = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=raw_serve, args=(raw, store), daemon=True).start()
-    say({"transports": receiver.addresses, "raw": raw.getsockname()[1]})
+    say(
+        {
+            "transports": receiver.addresses,
+            "raw": raw.getsockname()[1],
+            "agent": agent[1].hex(),
+            "base": store.tensor.data_ptr(),
+        }
+    )
     for line in sys.stdin:
         words = json.loads(line)
         if "expect" in words:
-            receiver.expect(words["expect"], 1, range(words["pages"]), 0, fmt.num_layers)
+            pages_here = [page % pages for page in words["pages"]]
+            receiver.expect(words["expect"], 1, pages_here, 0, fmt.num_layers)
         elif "cancel" in words:
             receiver.collect(words["cancel"])
             assert receiver.cancel(words["cancel"])
@@ -81,11 +94,21 @@ def receive(pages: int, fmt: PageFormat, check_every: int) -> None:
             say({"cpu": time.process_time()})
             continue
         elif "sum" in words:
-            say({"sum": checksum(store.views([words["sum"]], 0, fmt.num_layers)[0])})
+            page = words["sum"] % pages
+            say({"sum": checksum(store.views([page], 0, fmt.num_layers)[0])})
             continue
         say({})
     receiver.close()
     os._exit(0)
+
+
+def raw_agent(store: LatentStore) -> tuple[Any, bytes]:
+    """An agent of the library that knows the store, and what a peer needs of it; None without."""
+    if missing() is not None:
+        return None, b""
+    agent = new_agent("raw")
+    register(agent, store)
+    return agent, agent.get_agent_metadata()
 
 
 def raw_serve(server: socket.socket, store: LatentStore) -> None:
@@ -93,9 +116,10 @@ def raw_serve(server: socket.socket, store: LatentStore) -> None:
     sock, _ = server.accept()
     set_options(sock)
     unit, page_bytes = store.page_layer_bytes, store.page_bytes
-    while header := sock.recv(4, socket.MSG_WAITALL):
-        for page in range(int.from_bytes(header, "little")):
-            view = store.views([page], 0, store.num_layers)[0]
+    while header := sock.recv(8, socket.MSG_WAITALL):
+        first, count = struct.unpack("<II", header)
+        for page in range(first, first + count):
+            view = store.views([page % store.num_pages], 0, store.num_layers)[0]
             done = summed = 0
             while done < page_bytes:
                 done += sock.recv_into(view[done : done + (1 << 20)])
@@ -118,12 +142,13 @@ class Bench:
 
     def __init__(self, fmt: PageFormat, pages: int, check_every: int) -> None:
         self.fmt = fmt
-        self.source = store_of(fmt, min(pages, SOURCE_PAGES), shared=False)
+        self.source = store_of(fmt, POOL_PAGES, shared=False)
         raw = torch.randint(-100, 100, self.source.tensor.shape, dtype=torch.int16)
         self.source.tensor.copy_(raw)
-        self.copies = store_of(fmt, min(pages, SOURCE_PAGES), shared=False)
+        self.copies = store_of(fmt, POOL_PAGES, shared=False)
         self.copies.tensor.fill_(0.0)
-        command = [sys.executable, "-P", __file__, "--receive", str(pages), fmt.model]
+        room = str(max(pages, POOL_PAGES))
+        command = [sys.executable, "-P", __file__, "--receive", room, fmt.model]
         self.child = subprocess.Popen(
             [*command, str(check_every)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -136,15 +161,26 @@ class Bench:
             dialers.append(NixlDialer(self.source))
         self.sender = TransferSender(fmt, dialers, self.source)
         self.count = 0
+        self.at = 0
+        """Page that comes next."""
+        self.raw_nixl_side = self._raw_nixl(hello) if "nixl" in self.addresses else None
+
+    def _raw_nixl(self, hello: dict[str, Any]) -> tuple[Any, str, int]:
+        agent, _ = raw_agent(self.source)
+        return agent, agent.add_remote_agent(bytes.fromhex(hello["agent"])), int(hello["base"])
+
+    def next_pages(self, pages: int) -> None:
+        """Whoever measures comes with other pages than the one before."""
+        self.at += pages
 
     def page_ids(self, pages: int) -> list[int]:
-        return [page % self.source.num_pages for page in range(pages)]
+        return [(self.at + page) % self.source.num_pages for page in range(pages)]
 
     def by(self, name: str, pages: int, push: Callable[[Transfer, int], None]) -> float:
         """Seconds of one transfer of ``pages`` pages over transport ``name``."""
         self.count += 1
         lease_id = f"t{self.count}"
-        self._ask(expect=lease_id, pages=pages)
+        self._ask(expect=lease_id, pages=list(range(self.at, self.at + pages)))
         lease = Lease(
             lease_id=lease_id,
             generation=1,
@@ -199,7 +235,7 @@ class Bench:
         unit = self.fmt.page_layer_bytes
         step = max(1, CHUNK // unit) * unit
         began = time.perf_counter()
-        self.raw.sendall(pages.to_bytes(4, "little"))
+        self.raw.sendall(struct.pack("<II", self.at, pages))
         for page in self.page_ids(pages):
             view = self.source.views([page], 0, self.fmt.num_layers)[0]
             for start in range(0, len(view), step):
@@ -211,20 +247,29 @@ class Bench:
         return time.perf_counter() - began
 
     def raw_nixl(self, pages: int) -> float:
-        """The library alone: one write of all pages, prepared before, polled to its end."""
-        link = next(link for target, link in self.sender._links.items() if target[0] == "nixl")
-        ids = self.page_ids(pages)
-        layers = self.fmt.num_layers
-        views = self.source.views(ids, 0, layers)
-        size = self.source.page_bytes
+        """The library alone: one write of all pages, polled to its end."""
+        assert self.raw_nixl_side is not None
+        agent, peer, base = self.raw_nixl_side
+        size, mine = self.source.page_bytes, self.source.tensor.data_ptr()
+        room = max(pages, POOL_PAGES)
         began = time.perf_counter()
-        link.put_now(views, [page * size for page in range(pages)])  # type: ignore[attr-defined]
+        here = [(mine + page * size, size, 0) for page in self.page_ids(pages)]
+        there = [(base + (self.at + page) % room * size, size, 0) for page in range(pages)]
+        handle = agent.initialize_xfer(
+            "WRITE", agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "DRAM"), peer
+        )
+        state = agent.transfer(handle)
+        while state == "PROC":
+            state = agent.check_xfer_state(handle)
+        assert state == "DONE", state
+        agent.release_xfer_handle(handle)
         return time.perf_counter() - began
 
-    def check(self, page: int) -> None:
-        """The child's page is this process's."""
-        mine = self.source.views(self.page_ids(page + 1)[-1:], 0, self.fmt.num_layers)[0]
-        assert self._ask(sum=page)["sum"] == checksum(mine), "other bytes arrived"
+    def check(self, pages: int) -> None:
+        """The last of the child's pages is this process's."""
+        mine = self.source.views(self.page_ids(pages)[-1:], 0, self.fmt.num_layers)[0]
+        theirs = self._ask(sum=self.at + pages - 1)["sum"]
+        assert theirs == checksum(mine), "other bytes arrived"
 
     def close(self) -> None:
         self.sender.close()
@@ -244,8 +289,16 @@ class Bench:
         return answer
 
 
-def measure(bench: Bench, sizes: list[int], rounds: int) -> dict[tuple[str, int], list[float]]:
-    """Seconds of each round, by (what, pages); within a round everything takes its turn."""
+@dataclass(frozen=True)
+class Taken:
+    """Seconds of a transfer: by the clock, and processor time of both processes."""
+
+    clock: float
+    cpu: float
+
+
+def measure(bench: Bench, sizes: list[int], rounds: int) -> dict[tuple[str, int], list[Taken]]:
+    """What each round took, by (what, pages); within a round everything takes its turn."""
     ways: dict[str, Callable[[int], float]] = {
         "memcpy": bench.memcpy,
         "shm": lambda pages: bench.by("shm", pages, bench.whole),
@@ -257,20 +310,30 @@ def measure(bench: Bench, sizes: list[int], rounds: int) -> dict[tuple[str, int]
     if "nixl" in bench.addresses:
         ways["nixl"] = lambda pages: bench.by("nixl", pages, bench.whole)
         ways["raw nixl"] = bench.raw_nixl
-    taken: dict[tuple[str, int], list[float]] = {}
+    taken: dict[tuple[str, int], list[Taken]] = {}
     for number in range(-1, rounds):  # the first round warms up
         for pages in sizes:
-            repeats = max(1, 16 // pages)
             for name, way in ways.items():
-                seconds = statistics.median(way(pages) for _ in range(repeats))
+                one = repeated(bench, way, pages)
                 if name in ("shm", "tcp", "nixl"):
-                    bench.check(pages - 1)
+                    bench.check(pages)
                 if number >= 0:
-                    taken.setdefault((name, pages), []).append(seconds)
+                    taken.setdefault((name, pages), []).append(one)
     return taken
 
 
-def report(taken: dict[tuple[str, int], list[float]], page_bytes: int) -> None:
+def repeated(bench: Bench, way: Callable[[int], float], pages: int) -> Taken:
+    """The median of several, for small transfers."""
+    repeats = max(1, 16 // pages)
+    clock: list[float] = []
+    began = bench.cpu()
+    for _ in range(repeats):
+        bench.next_pages(pages)
+        clock.append(way(pages))
+    return Taken(statistics.median(clock), (bench.cpu() - began) / repeats)
+
+
+def report(taken: dict[tuple[str, int], list[Taken]], page_bytes: int) -> None:
     bounds = {
         "shm": "memcpy",
         "shm by layers": "memcpy",
@@ -278,15 +341,19 @@ def report(taken: dict[tuple[str, int], list[float]], page_bytes: int) -> None:
         "tcp by layers": "raw socket",
         "nixl": "raw nixl",
     }
-    print(f"{'':14}{'pages':>6}{'us':>10}{'GB/s':>7}   of its bound (lowest, highest)")
-    for (name, pages), seconds in sorted(taken.items(), key=lambda item: item[0][1]):
-        middle = statistics.median(seconds)
+    print(f"{'':14}{'pages':>6}{'us':>10}{'GB/s':>7}{'cpu us':>10}   bound/it: clock; best; cpu")
+    for (name, pages), rounds in sorted(taken.items(), key=lambda item: item[0][1]):
+        middle = statistics.median(one.clock for one in rounds)
+        cpu = statistics.median(one.cpu for one in rounds)
         line = f"{name:14}{pages:6}{middle * 1e6:10.0f}{pages * page_bytes / middle / 1e9:7.2f}"
+        line += f"{cpu * 1e6:10.0f}"
         if bound := bounds.get(name):
-            ratios = sorted(b / s for b, s in zip(taken[bound, pages], seconds, strict=True))
-            best = min(taken[bound, pages]) / min(seconds)
-            line += f"   {statistics.median(ratios):.2f} ({ratios[0]:.2f}, {ratios[-1]:.2f})"
-            line += f", best to best {best:.2f} of {bound}"
+            pairs = list(zip(taken[bound, pages], rounds, strict=True))
+            clocks = sorted(b.clock / one.clock for b, one in pairs)
+            best = min(b.clock for b, _ in pairs) / min(one.clock for one in rounds)
+            cpus = statistics.median(b.cpu / one.cpu for b, one in pairs)
+            line += f"   {statistics.median(clocks):.2f} ({clocks[0]:.2f}, {clocks[-1]:.2f})"
+            line += f"; {best:.2f}; {cpus:.2f} of {bound}"
         print(line)
 
 
@@ -313,7 +380,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--pages", type=int, nargs="+", default=[1, 16, 256])
     parser.add_argument("--check-every", type=int, default=64, help="shm and nixl: checksums")
-    parser.add_argument("--quick", action="store_true", help="1 and 16 pages, 3 rounds")
+    parser.add_argument("--quick", action="store_true", help="1 and 16 pages, 2 rounds")
     parser.add_argument("--receive", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.receive:
@@ -321,13 +388,13 @@ def main() -> None:
         receive(int(args.receive[0]), fmt, int(args.receive[2]))
         return
     torch.set_num_threads(1)
-    sizes, rounds = ([1, 16], 3) if args.quick else (args.pages, args.rounds)
+    sizes, rounds = ([1, 16], 2) if args.quick else (args.pages, args.rounds)
     bench = Bench(DEEPSEEK_V3, max(sizes), args.check_every)
     if reason := missing():
         print(f"nixl is left out: {reason}")
     report(measure(bench, sizes, rounds), bench.source.page_bytes)
     bench.close()
-    python_cost(rounds)
+    python_cost(1 if args.quick else rounds)
 
 
 if __name__ == "__main__":

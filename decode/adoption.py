@@ -115,6 +115,7 @@ class Adoptions:
             generation=entry.generation,
             instance=self._limits.instance,
             have_pages=reservation.matched,
+            transports=self._receiver.addresses,
         )
         adopted = Adopted(entry, answer)
         self._by_handoff[request.handoff_id] = self._by_lease[entry.lease_id] = adopted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS
 from pdmesh.wire.hashes import Arithmetic
 from pdmesh.wire.ids import PAGE_SIZE
 
@@ -21,6 +22,7 @@ class DecodeConfig:
     ``max_waiting`` how many reservations may wait for pages; ``port`` 0 lets the system choose;
     ``metrics_port`` 0 means no Prometheus endpoint;
     ``pull_s`` how long a reservation may wait for cached pages of other workers, 0 for not at all;
+    ``transports`` which ways pages may go, best first;
     ``drain_s`` how long a worker that is told to end may take to finish what it has.
     """
 
@@ -43,6 +45,7 @@ class DecodeConfig:
     lease_ttl_s: float = 5.0
     drain_s: float = 30.0
     pull_s: float = 2.0
+    transports: tuple[str, ...] = DEFAULT_TRANSPORTS
     max_batch: int = 32
     lease_idle_s: float = 60.0
     draft_tokens: int = 1

@@ -269,8 +269,11 @@ class Leases:
         group.members.remove(entry)
         if not group.members:
             for transfer_id, part in group.transfers.items():
+                taken_over = self._receiver.phase(transfer_id) is Phase.INSTALLED
                 if not self._receiver.cancel(transfer_id):
                     self._quarantine(group.reservation, transfer_id, part)
+                elif not group.arrived and not taken_over:
+                    self._salvage(group.reservation, entry.request, transfer_id)
         if group.arrived or not group.members:
             entry.reservation.release()
         else:
@@ -316,6 +319,17 @@ class Leases:
         if self.holds(entry):
             event(log, "lease expired", request=entry.request.request_id, reason=reason)
             self._on_expired(entry, Cancelled(reason))
+
+    def _salvage(self, reservation: Reservation, request: ReserveRequest, transfer_id: str) -> None:
+        """Keeps the leading pages of a prompt that did arrive whole, for another attempt.
+
+        No write can land any more. Pages that quarantine held are not kept.
+        """
+        first = reservation.matched
+        hashes = request.hashes[first : first + self._receiver.salvage(transfer_id)]
+        if hashes:
+            reservation.publish(first, hashes)
+            event(log, "salvaged", request=request.request_id, pages=len(hashes))
 
     # ---- quarantine -----------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class Migrations:
         self._places = asyncio.Semaphore(limits.max_migrations)
         self._moves: dict[DecodeSequence, Move] = {}
         self._frozen: set[DecodeSequence] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.moved_out = 0
         self.observe: Callable[[float], None] | None = None
         """Told of the seconds for which an answer that moved out stood still."""
@@ -177,6 +177,7 @@ class Migrations:
             case source.StopDecoding():
                 move.sequence.stopping = True
                 self._wake()
+                self._open_early(move)
             case source.PostCapsule(_, capsule):
                 self._of_handoff(move, partial(self._capsule, capsule=capsule))
             case source.PostCommit() | source.PostAbort():
@@ -324,6 +325,15 @@ class Migrations:
         await self._calls.send_round(move.sequence, handoff, index, first, count)
         if not handoff.over:
             self._feed(move, source.RoundDone(handoff.number, index))
+
+    def _open_early(self, move: Move) -> None:
+        """Asks for the last round while the step under way still runs."""
+        handoff, state = move.handoff, move.state
+        assert handoff is not None
+        opening = self._calls.open_early(move.sequence, handoff, state.rounds, state.copied)
+        if opening is not None:
+            self._tasks.add(opening)
+            opening.add_done_callback(self._tasks.discard)
 
     async def _capsule(self, move: Move, handoff: Handoff, capsule: Capsule) -> None:
         await self._calls.send_capsule(move.sequence, handoff, capsule)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,8 +50,14 @@ ANSWER_S = 10.0
 ROUND_S = 30.0
 """Longest wait for the acknowledgement of a round, and for the target to be ready."""
 T = TypeVar("T")
+A = TypeVar("A")
+R = TypeVar("R")
 Hashes = tuple[bytes, ...]
 Stamps = tuple[tuple[int, int], ...]
+Round = tuple[int, int, int]
+"""Index, first page, number of pages."""
+MOST_STEP_TOKENS = 8
+"""No step adds more."""
 
 
 @dataclass(eq=False)
@@ -62,6 +69,8 @@ class Handoff:
     placed: it takes one of the places for handoffs under way.
     reason: why it will not do, for people.
     transfers: rounds under way.
+    early: the last round, asked for while the answer has still to stop: its index, first page and
+        number of pages, and the transfer that it will be.
     """
 
     number: int
@@ -72,6 +81,7 @@ class Handoff:
     placed: bool = False
     reason: str = ""
     transfers: set[Transfer] = field(default_factory=set)
+    early: tuple[Round, asyncio.Task[Transfer]] | None = None
 
     def abort_transfers(self) -> None:
         """Gives up what is under way; the waiting for it is the pushing task's."""
@@ -150,6 +160,8 @@ class TargetCalls:
         handoff.lease_id, handoff.generation = adoption.lease_id, adoption.generation
         if adoption.have_pages > len(hashes):
             raise InternalError("the target has more pages than it was told of")
+        if adoption.transports:
+            await self._in_thread(self._sender.connect, adoption.transports)
         return adoption.have_pages
 
     def _adopt_request(
@@ -212,28 +224,62 @@ class TargetCalls:
         self, sequence: DecodeSequence, handoff: Handoff, index: int, first: int, count: int
     ) -> None:
         """Copies ``count`` pages from page ``first`` of the sequence on, as one transfer."""
+        if handoff.early is not None and handoff.early[0] == (index, first, count):
+            transfer = await handoff.early[1]
+        else:
+            transfer = await self._open(handoff, (index, first, count))
+        pages = sequence.entry.reservation.page_table[first : first + count]
+        self._leases.hold(sequence.entry)
+        try:
+            await self._push(handoff, transfer, pages, sequence.request.request_id)
+        finally:
+            self._leases.let_go(sequence.entry)
+
+    def open_early(
+        self, sequence: DecodeSequence, handoff: Handoff, index: int, first: int
+    ) -> asyncio.Task[Transfer] | None:
+        """Opens the last round, from page ``first`` on, while the sequence has still to stop.
+
+        Only where its pages will be as many whatever the step under way adds; else it is opened
+        once the sequence has stopped.
+        """
+        last = self._limits.pages(sequence.computed)
+        if last != self._limits.pages(sequence.computed + MOST_STEP_TOKENS):
+            return None
+        which = index, first, last - first
+        opening = self._loop.create_task(self._open(handoff, which))
+        opening.add_done_callback(_retrieve)
+        handoff.early = which, opening
+        return opening
+
+    async def _open(self, handoff: Handoff, which: Round) -> Transfer:
+        """A round's transfer; given up already where the handoff has ended meanwhile.
+
+        Raises:
+            TransferFailed: the handoff ended before it was opened, or it cannot be opened.
+        """
+        index, first, count = which
         request = RoundRequest(
             lease_id=handoff.lease_id, index=index, first_page=first, num_pages=count
         )
         lease = await self._call(handoff, "AdoptRound", request, Lease, ANSWER_S)
         if handoff.over:
-            return
-        pages = sequence.entry.reservation.page_table[first : first + count]
-        self._leases.hold(sequence.entry)
-        try:
-            await self._push(handoff, lease, pages, sequence.request.request_id)
-        finally:
-            self._leases.let_go(sequence.entry)
+            raise TransferFailed("the handoff is over")
+        transfer = await self._in_thread(self._sender.open, lease)
+        handoff.transfers.add(transfer)
+        if handoff.over:
+            transfer.start_abort("the handoff is over")
+        return transfer
+
+    async def _in_thread(self, call: Callable[[A], R], argument: A) -> R:
+        return await self._loop.run_in_executor(self._threads, call, argument)
 
     async def _push(
-        self, handoff: Handoff, lease: Lease, pages: tuple[int, ...], request_id: str
+        self, handoff: Handoff, transfer: Transfer, pages: tuple[int, ...], request_id: str
     ) -> None:
         """When this returns or raises, nothing reads the pages any more."""
-        transfer = await self._loop.run_in_executor(self._threads, self._sender.open, lease)
-        handoff.transfers.add(transfer)
+        lease = transfer.lease
         try:
-            if handoff.over:
-                transfer.start_abort("the handoff is over")
             await self._loop.run_in_executor(self._threads, self._push_all, transfer, pages)
             fin = Fin(
                 lease_id=lease.lease_id,
@@ -251,10 +297,7 @@ class TargetCalls:
             handoff.transfers.discard(transfer)
 
     def _push_all(self, transfer: Transfer, pages: tuple[int, ...]) -> None:
-        lease = transfer.lease
-        for index, page in enumerate(pages, lease.cached_pages):
-            for layer in range(lease.page_format.num_layers):
-                transfer.push(index, layer, self._store.read(page, layer))
+        transfer.push_pages(transfer.lease.cached_pages, len(pages), pages, self._store)
 
     async def send_capsule(
         self, sequence: DecodeSequence, handoff: Handoff, capsule: Capsule
@@ -272,3 +315,9 @@ class TargetCalls:
             await self._call(handoff, "Release", request, Empty, ANSWER_S)
         except PdmeshError as error:
             event(log, "target not told", target=handoff.target.instance, reason=error.message)
+
+
+def _retrieve(opening: asyncio.Task[Transfer]) -> None:
+    """Marks an error as seen: the round may never be needed."""
+    if not opening.cancelled():
+        opening.exception()

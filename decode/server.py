@@ -19,11 +19,10 @@ from pdmesh.decode.sequence import DecodeSequence
 from pdmesh.decode.worker import DecodeWorker
 from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
-from pdmesh.kvtransfer.pull_exchange import PrefixExchange, tcp_transport
+from pdmesh.kvtransfer.pull_exchange import PrefixExchange
 from pdmesh.kvtransfer.receiver import TransferReceiver
-from pdmesh.kvtransfer.shm import ShmListener
-from pdmesh.kvtransfer.tcp import TcpListener
-from pdmesh.kvtransfer.transport import Listener
+from pdmesh.kvtransfer.sender import TransferSender
+from pdmesh.kvtransfer.transports import make_dialers, make_listeners, make_page_transports
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.served import load_served_model, served_grammars
 from pdmesh.registry.draining import Life, Workload, counted
@@ -32,6 +31,7 @@ from pdmesh.registry.loading import LoadingLog
 from pdmesh.registry.metrics import metrics_endpoint, on_loop
 from pdmesh.registry.publisher import WorkerLease
 from pdmesh.registry.pull_metrics import PullMetrics
+from pdmesh.registry.transfer_metrics import TransferMetrics
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
 from pdmesh.wire.messages import (
@@ -65,7 +65,7 @@ async def serve_decode(config: DecodeConfig) -> None:
         fmt.latent_width,
         model.dtype,
         config.device,
-        shared=True,
+        shared="shm" in config.transports,
     )
     leases: list[WorkerLease] = []
     kv = KvManager(
@@ -76,18 +76,18 @@ async def serve_decode(config: DecodeConfig) -> None:
     )
     instance, life = new_instance(), Life()
     limits = _limits(config, model, fmt, instance, secret)
-    shm: list[Listener] = [] if store.memory_fd is None else [ShmListener(fmt)]
-    listeners = [*shm, TcpListener(fmt, config.transfer_host)]
+    listeners = make_listeners(config.transports, fmt, store, config.transfer_host)
     receiver = TransferReceiver(store, listeners)
     receiver.start()
     scheduler: DecodeScheduler[DecodeSequence] = DecodeScheduler(config.max_batch)
     runner = DecodeRunner(model, store, fmt.page_size, config.draft_tokens)
-    worker = DecodeWorker(runner, kv, store, receiver, scheduler, limits)
+    sender = TransferSender(fmt, make_dialers(config.transports, store), store)
+    worker = DecodeWorker(runner, kv, store, receiver, scheduler, limits, sender=sender)
     exchange = PrefixExchange(
         kv,
         instance,
         fmt,
-        [tcp_transport(store, config.transfer_host)],
+        make_page_transports(config.transports, store, config.transfer_host),
         timeout_s=config.pull_s,
         on_room=worker.pages_freed,
     )
@@ -124,6 +124,7 @@ async def serve_decode(config: DecodeConfig) -> None:
     )
     worker.observe = metrics.observe
     exchange.fetcher.observe = PullMetrics(metrics).observe
+    sender.observe = TransferMetrics(metrics).observe
     worker.migrations.observe = metrics.moved_out
 
     def lease(address: str) -> tuple[WorkerRecord, WorkerLease]:

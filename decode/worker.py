@@ -76,7 +76,7 @@ class DecodeWorker:
         self._receiver = receiver
         self._scheduler = scheduler
         self._limits = limits
-        self._sender = sender or TransferSender(limits.page_format)
+        self._sender = sender or TransferSender(limits.page_format, store=store)
         scheduler.rank = lambda sequence: sequence.entry.rank
         self._leases = Leases(kv, store, receiver, limits, self._let_go, self._serve_room)
         self._wake = asyncio.Event()

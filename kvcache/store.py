@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,6 +24,24 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Copies bytes of equal length; other threads run meanwhile."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """Bytes in a device's memory."""
+
+    tensor: torch.Tensor
+    """[layers, page_size, width], contiguous."""
+    ready: torch.cuda.Event
+    """They are there once it has happened on the stream that computes them."""
+
+    @property
+    def address(self) -> int:
+        return self.tensor.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
 
 
 class SharedMemory:
@@ -55,6 +74,8 @@ class LatentStore:
     Args:
         shared: on the CPU, put the pages where other processes of this host can map them
             (``memory_fd``). The memory has no name and ends with the last process that has it.
+        memory: [num_pages, num_layers, page_size, width], zeros: symmetric memory of a device,
+            made by somebody else, to be used for the pages.
 
     Attributes:
         tensor: [num_pages, num_layers, page_size, width], zeros at first. On the CPU the operating
@@ -70,6 +91,7 @@ class LatentStore:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         shared: bool = False,
+        memory: torch.Tensor | None = None,
     ) -> None:
         shape = (num_pages, num_layers, page_size, width)
         if min(shape) < 1:
@@ -77,7 +99,11 @@ class LatentStore:
         self.num_pages = num_pages
         self.num_layers = num_layers
         self._memory: SharedMemory | None = None
-        if shared and torch.device(device).type == "cpu":
+        self.symmetric = memory is not None
+        """The pages lie at the same place in the memory of every process of a job."""
+        if memory is not None:
+            self.tensor = memory
+        elif shared and torch.device(device).type == "cpu":
             self._memory = SharedMemory(math.prod(shape) * dtype.itemsize)
             self.tensor = torch.frombuffer(self._memory.view, dtype=dtype).reshape(shape)
         else:
@@ -93,6 +119,15 @@ class LatentStore:
             return tensor_bytes(self.tensor[page, layer])
         return self._bytes[start : start + self.page_layer_bytes]
 
+    def read_units(self, units: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """The bytes of several (page, layer): views on the CPU, from a device one copy of all."""
+        if self._bytes is not None or not units:
+            return [self.read(page, layer) for page, layer in units]
+        pages, layers = zip(*units, strict=True)
+        taken = tensor_bytes(self.tensor[list(pages), list(layers)])
+        size = self.page_layer_bytes
+        return [taken[start : start + size] for start in range(0, len(taken), size)]
+
     @property
     def memory_fd(self) -> int | None:
         """File descriptor of the pages' memory, all pages in order; None if it is not shared."""
@@ -102,6 +137,16 @@ class LatentStore:
         """The bytes of ``layers`` layers from ``layer`` on, one view a page (a copy from another
         device)."""
         return tuple(self._view(page, layer, layers) for page in page_ids)
+
+    def device_views(
+        self, page_ids: Sequence[int], layer: int, layers: int
+    ) -> tuple[DeviceBytes, ...]:
+        """As ``views``, without a copy from the device. Call it after the work that fills them."""
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record(torch.cuda.current_stream(self.tensor.device))
+        return tuple(
+            DeviceBytes(self.tensor[page, layer : layer + layers], ready) for page in page_ids
+        )
 
     def _view(self, page: int, layer: int, layers: int) -> memoryview:
         start = self._offset(page, layer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from pdmesh.kvcache.store import LatentStore
@@ -33,6 +33,7 @@ class Arrival:
         self.state = ReceiverState(generation, len(place.page_ids), place.num_layers)
         self.link: Link | None = None
         """The connection of the one sender that opened the lease."""
+        self._corrupt = False
         self.owner_waits = False
         """The owner cancelled and waits for the end of the quarantine."""
         self.outcome: Future[Fin] = Future()
@@ -45,6 +46,12 @@ class Arrival:
     def holds_pages(self) -> bool:
         """Writes for this lease may land, or have landed and are not taken over yet."""
         return self.state.phase not in (Phase.INSTALLED, Phase.FREE)
+
+    @property
+    def whole_pages(self) -> int:
+        """Leading pages that may be kept after a failure: those with every layer, none after a
+        checksum was wrong, since not every unit carries one."""
+        return 0 if self._corrupt else self.state.complete_pages
 
     def open(self, link: Link, generation: int) -> bool:
         """Gives the lease to the sender behind ``link``; False, and it is told, if refused.
@@ -71,6 +78,7 @@ class Arrival:
             pieces: the bytes of a write, one piece a page, if they are not in their pages yet.
         """
         was_filling = self.state.phase is Phase.FILLING
+        self._corrupt |= isinstance(what, protocol.WriteCorrupt)
         self.state, effects = protocol.step(self.state, what)
         if was_filling and self.state.phase is not Phase.FILLING:
             self._gate.acquire()  # waits for what was let in before
@@ -121,13 +129,24 @@ class Arrival:
         checked = list(checked_units(write, self.place, EVERY_UNIT if write.pieces else every))
         if len(checked) != len(write.crcs):
             return 0
-        ids = self.place.page_ids[index : index + write.pages]
-        pieces = write.pieces or self._store.views(ids, write.layer, write.layers)
-        size = self._store.page_layer_bytes
-        for (page, layer), crc in zip(checked, write.crcs, strict=True):
-            if checksum(pieces[page][layer * size : (layer + 1) * size]) != crc:
+        for (page, layer), unit, crc in zip(
+            checked, self._units(write, checked), write.crcs, strict=True
+        ):
+            if checksum(unit) != crc:
                 return page * write.layers + layer
         return None
+
+    def _units(self, write: Write, checked: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Bytes of units (page of the block, layer of the block), landed already or with it."""
+        if write.pieces:
+            size = self._store.page_layer_bytes
+            return [
+                write.pieces[page][layer * size : (layer + 1) * size] for page, layer in checked
+            ]
+        first = self.place.index(write.page)
+        return self._store.read_units(
+            [(self.place.page_ids[first + page], write.layer + layer) for page, layer in checked]
+        )
 
     def problems(self, open_links: set[Link]) -> list[str]:
         """What is wrong, one sentence each; empty when all is well."""

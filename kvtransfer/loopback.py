@@ -222,6 +222,7 @@ class LoopbackLink:
     """One end of a loopback connection. An opening gets its answer at once."""
 
     asks_places = False
+    takes_device = False
     check_every = 1
 
     def __init__(self, connection: _Connection, *, towards_receiver: bool) -> None:

@@ -10,7 +10,7 @@ one host there is ``shm``).
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import secrets
 import socket
@@ -21,6 +21,7 @@ import numpy as np
 
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.checks import SAMPLED
+from pdmesh.kvtransfer.choice import NIXL_PACKAGE, missing_nixl
 from pdmesh.kvtransfer.frames import Hello, Welcome
 from pdmesh.kvtransfer.nixl_link import NixlLink, NixlReceiverLink
 from pdmesh.kvtransfer.stream_link import MAX_QUEUED_BYTES
@@ -30,7 +31,6 @@ from pdmesh.kvtransfer.transport import Endpoint, ReceiverEndpoint
 from pdmesh.wire.errors import ConfigError, TransferFailed
 from pdmesh.wire.hashes import PageFormat
 
-_PACKAGE = "nixl_cu13"
 _AGENT_SECONDS = 30.0
 """The receiver makes an agent of its own for a connection before it answers."""
 _SETTINGS = {"UCX_TLS": "^cma,knem,xpmem", "NIXL_LOG_LEVEL": "WARN"}
@@ -38,9 +38,7 @@ _SETTINGS = {"UCX_TLS": "^cma,knem,xpmem", "NIXL_LOG_LEVEL": "WARN"}
 
 def missing() -> str | None:
     """Why this transport cannot be used here, in a sentence; None if it can."""
-    if importlib.util.find_spec(_PACKAGE) is None:
-        return "the package nixl-cu13 is not installed (pip install pdmesh[nixl])"
-    return None
+    return missing_nixl()
 
 
 def new_agent(name: str) -> Any:
@@ -56,7 +54,7 @@ def new_agent(name: str) -> Any:
     if not Path("/sys/class/infiniband").exists():
         # With Debian's libibverbs next to the wheel's a process would crash at its end.
         os.environ.setdefault("UCX_MODULES", "^ib")
-    api = importlib.import_module(f"{_PACKAGE}._api")
+    api = importlib.import_module(f"{NIXL_PACKAGE}._api")
     try:
         config = api.nixl_agent_config(enable_prog_thread=True, backends=["UCX"])
         return api.nixl_agent(f"{name}-{secrets.token_hex(8)}", config)

@@ -244,7 +244,7 @@ class TransferReceiver:
                 return self._ended.get(lease_id, 0)
             if arrival.state.phase is not Phase.FREE:
                 raise InternalError(f"lease {lease_id} is {arrival.state.phase.value}, not free")
-            return arrival.state.complete_pages
+            return arrival.whole_pages
 
     def phase(self, lease_id: str) -> Phase | None:
         """Where a lease stands, or None if it is not known."""
@@ -401,7 +401,7 @@ class TransferReceiver:
 
     def _forget(self, arrival: Arrival) -> None:
         self._arrivals.pop(arrival.lease_id, None)
-        self._ended[arrival.lease_id] = arrival.state.complete_pages
+        self._ended[arrival.lease_id] = arrival.whole_pages
         while len(self._ended) > _ENDED:
             self._ended.popitem(last=False)
 

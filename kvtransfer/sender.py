@@ -7,13 +7,15 @@ transport holds no view of it any more.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.loopback import LoopbackDialer
 from pdmesh.kvtransfer.protocol import sender as protocol
+from pdmesh.kvtransfer.protocol.sender import Phase
 from pdmesh.kvtransfer.shm import ShmDialer
 from pdmesh.kvtransfer.tcp import TcpDialer
 from pdmesh.kvtransfer.transfer import Transfer
@@ -31,9 +33,12 @@ from pdmesh.kvtransfer.transport import (
 )
 from pdmesh.wire.errors import Incompatible, LeaseGone, TransferFailed
 from pdmesh.wire.hashes import PageFormat
+from pdmesh.wire.logs import event
 from pdmesh.wire.messages import Lease
 
 __all__ = ["Transfer", "TransferSender"]
+
+log = logging.getLogger(__name__)
 
 _TOMBSTONES = 4096
 Key = tuple[str, int]
@@ -48,6 +53,9 @@ class TransferSender:
         dialers: the transports this worker has; by default loopback (within a process), shared
             memory (within a host) and TCP.
         store: where ``push_pages`` finds its pages.
+
+    Attributes:
+        observe: told of each transfer that succeeded, with its transport and bytes; on any thread.
     """
 
     def __init__(
@@ -66,6 +74,18 @@ class TransferSender:
         self._transfers: dict[Key, Transfer] = {}
         self._tombstones: OrderedDict[Key, None] = OrderedDict()
         self._closed = False
+        self.observe: Callable[[str, int], None] | None = None
+
+    def connect(self, addresses: Sequence[tuple[str, str]]) -> None:
+        """Dials the best of a receiver's (transport, address) pairs, so that ``open`` need not.
+
+        Blocks as ``open`` does.
+
+        Raises:
+            Incompatible, TransferFailed: as ``open``.
+        """
+        if self._page_format is not None:
+            self._link_to(addresses, "the receiver", self._page_format)
 
     def open(self, lease: Lease) -> Transfer:
         """Begins a transfer over the lease's best transport that this worker has too.
@@ -82,8 +102,8 @@ class TransferSender:
             raise Incompatible(f"prefill and decode worker {lease.instance} differ: {difference}")
         key = (lease.lease_id, lease.generation)
         self._check_new(key)
-        link = self._link_to(lease, mine)
-        transfer = Transfer(lease, link, self._settled, self._store)
+        name, link = self._link_to(lease.transports, f"decode worker {lease.instance}", mine)
+        transfer = Transfer(lease, link, self._settled, self._store, name)
         with self._lock:
             if key in self._tombstones or key in self._transfers:
                 raise LeaseGone(f"lease {lease.lease_id} was aborted or has a writer already")
@@ -180,21 +200,23 @@ class TransferSender:
             if key in self._transfers:
                 raise LeaseGone(f"lease {key[0]} has a writer already")
 
-    def _link_to(self, lease: Lease, mine: PageFormat) -> Link:
+    def _link_to(
+        self, addresses: Sequence[tuple[str, str]], whose: str, mine: PageFormat
+    ) -> tuple[str, Link]:
         failure: TransferFailed | None = None
-        for name, address in lease.transports:
+        for name, address in addresses:
             dialer = self._dialers.get(name)
             if dialer is None or not dialer.reaches(address):
                 continue
             try:
-                return self._connected(dialer, address, mine)
+                return name, self._connected(dialer, address, mine)
             except TransferFailed as error:  # the next transport may do
                 failure = failure or error
         if failure is not None:
             raise failure
-        offered = ", ".join(name for name, _ in lease.transports) or "none"
+        offered = ", ".join(name for name, _ in addresses) or "none"
         raise Incompatible(
-            f"no transport in common: decode worker {lease.instance} offers {offered},"
+            f"no transport in common: {whose} offers {offered},"
             f" prefill has {', '.join(self._dialers)}"
         )
 
@@ -210,6 +232,7 @@ class TransferSender:
             if link is not None and not link.closed:
                 return link
             link = dialer.dial(address, mine, self)
+            event(log, "pages_connected", transport=dialer.name, address=address)
             with self._lock:
                 self._links[target] = link
             return link
@@ -225,6 +248,10 @@ class TransferSender:
             if self._transfers.get(key) is transfer:
                 del self._transfers[key]
                 self._bury(key)
+            else:
+                return
+        if self.observe is not None and transfer.phase is Phase.DONE:
+            self.observe(transfer.transport, transfer.num_bytes)
 
     def _bury(self, key: Key) -> None:
         self._tombstones[key] = None

@@ -57,15 +57,15 @@ class ShmListener(StreamListener):
         token = secrets.token_hex(16)
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            server.bind(_socket_name(token))
+            server.bind(socket_name(token))
             server.listen()
         except OSError as error:
             server.close()
             raise ConfigError(f"cannot listen for pages on this host: {error}") from error
-        return server, f"{_host()}:{token}"
+        return server, f"{host_and_user()}:{token}"
 
     def _welcome(self, sock: socket.socket, hello: Hello) -> Welcome:
-        if _peer_uid(sock) != os.getuid():
+        if peer_uid(sock) != os.getuid():
             raise BadFrame("another user asks for the pages")
         return Welcome(check_every=self._check_every, store_bytes=self._size)
 
@@ -99,7 +99,7 @@ class ShmDialer:
         """Whether it is of this host and user, and somebody there lets this process connect."""
         if address in self._reached:
             return True
-        if not address.startswith(f"{_host()}:"):
+        if not address.startswith(f"{host_and_user()}:"):
             return False
         try:
             _connect(address).close()
@@ -151,8 +151,8 @@ def _connect(address: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(HANDSHAKE_SECONDS)
     try:
-        sock.connect(_socket_name(address.rpartition(":")[2]))
-        if _peer_uid(sock) != os.getuid():
+        sock.connect(socket_name(address.rpartition(":")[2]))
+        if peer_uid(sock) != os.getuid():
             raise OSError("it belongs to another user")
     except OSError as error:
         sock.close()
@@ -182,7 +182,7 @@ def _mapped(fds: list[int], size: int) -> mmap.mmap:
     return pool
 
 
-def _host() -> str:
+def host_and_user() -> str:
     """Which boot of which host, and which user."""
     try:
         boot = _BOOT_ID.read_text().strip()
@@ -191,10 +191,10 @@ def _host() -> str:
     return f"{boot}:{os.getuid()}"
 
 
-def _socket_name(token: str) -> str:
+def socket_name(token: str) -> str:
     return f"\0pdmesh-kv-{token}"
 
 
-def _peer_uid(sock: socket.socket) -> int:
+def peer_uid(sock: socket.socket) -> int:
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])

@@ -55,6 +55,7 @@ class StreamLink:
 
     one_sided = False
     asks_places = False
+    takes_device = False
     check_every = 1
     batch_bytes = 1 << 20
     """Bytes of writes that are posted together."""

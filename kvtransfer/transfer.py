@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import torch
 
-from pdmesh.kvcache.store import LatentStore, tensor_bytes
+from pdmesh.kvcache.store import DeviceBytes, LatentStore, tensor_bytes
 from pdmesh.kvtransfer.frames import MAX_BLOCK_BYTES
 from pdmesh.kvtransfer.protocol import sender as protocol
 from pdmesh.kvtransfer.protocol.sender import Phase, SenderState, step
@@ -34,8 +34,10 @@ class Transfer:
         link: Link,
         on_settled: Callable[[Transfer], None],
         store: LatentStore | None = None,
+        transport: str = "",
     ) -> None:
         self.lease = lease
+        self.transport = transport
         self._store = store
         self._on_settled = on_settled
         self._link = link
@@ -50,6 +52,11 @@ class Transfer:
     def num_writes(self) -> int:
         """(page, layer) writes made so far: what ``Fin.num_writes`` has to say."""
         return self._state.num_writes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the writes made so far."""
+        return self._state.num_writes * self._size
 
     @property
     def failure(self) -> str | None:
@@ -88,6 +95,14 @@ class Transfer:
             block = tuple(pieces[start : start + step])
             self._push_block(first + start, layer, 1, block)
 
+    def push_layer_of(
+        self, store: LatentStore, first: int, layer: int, page_ids: Sequence[int]
+    ) -> None:
+        """``push_layer`` of pages of ``store``; call it after the work that fills them."""
+        step = max(1, MAX_BLOCK_BYTES // self._size)
+        for start in range(0, len(page_ids), step):
+            self._push_held(store, first + start, layer, 1, page_ids[start : start + step])
+
     def push_pages(
         self,
         first: int,
@@ -115,22 +130,37 @@ class Transfer:
             ids = page_ids[start : start + pages]
             for layer in range(0, num_layers, layers):
                 part = min(layers, num_layers - layer)
-                self._push_block(first + start, layer, part, held.views(ids, layer, part))
+                self._push_held(held, first + start, layer, part, ids)
+
+    def _push_held(
+        self, store: LatentStore, first: int, layer: int, layers: int, page_ids: Sequence[int]
+    ) -> None:
+        if store.symmetric and self._link.takes_device:
+            device = store.device_views(page_ids, layer, layers)
+            self._push_block(first, layer, layers, (), device)
+        else:
+            self._push_block(first, layer, layers, store.views(page_ids, layer, layers))
 
     def _push_block(
-        self, first: int, layer: int, layers: int, pieces: tuple[memoryview, ...]
+        self,
+        first: int,
+        layer: int,
+        layers: int,
+        pieces: tuple[memoryview, ...],
+        device: tuple[DeviceBytes, ...] = (),
     ) -> None:
         lease = self.lease
-        if not lease.cached_pages <= first <= first + len(pieces) <= lease.num_pages:
+        block: tuple[memoryview | DeviceBytes, ...] = (*pieces, *device)
+        if not lease.cached_pages <= first <= first + len(block) <= lease.num_pages:
             raise InternalError(f"page {first} is not among those lease {lease.lease_id} needs")
         within = 0 <= layer < layer + layers <= lease.page_format.num_layers
-        for piece in pieces:
+        for piece in block:
             if not within or piece.nbytes != layers * self._size:
                 raise InternalError(
                     f"layer {layer} of {piece.nbytes} bytes does not fit the page format"
                 )
-        self._link.wait_room(sum(piece.nbytes for piece in pieces), lambda: self._over)
-        self._step(protocol.Pushed(first, layer, len(pieces), layers), pieces)
+        self._link.wait_room(sum(piece.nbytes for piece in block), lambda: self._over)
+        self._step(protocol.Pushed(first, layer, len(block), layers), pieces, device)
 
     def finish(self, fin: Fin, timeout: float = 60.0) -> None:
         """Sends FIN and waits until the receiver has acknowledged every write.
@@ -214,11 +244,16 @@ class Transfer:
                     return
             self._step(what)
 
-    def _step(self, what: protocol.Event, pieces: tuple[memoryview, ...] = ()) -> None:
+    def _step(
+        self,
+        what: protocol.Event,
+        pieces: tuple[memoryview, ...] = (),
+        device: tuple[DeviceBytes, ...] = (),
+    ) -> None:
         with self._changed:
             self._state, effects = step(self._state, what)
             for effect in effects:
-                self._apply(effect, pieces)
+                self._apply(effect, pieces, device)
                 if isinstance(effect, protocol.Fail):
                     wanted = isinstance(what, protocol.AbortRequested)
                     level = logging.INFO if wanted else logging.WARNING
@@ -233,7 +268,12 @@ class Transfer:
                 if due and not future.done():
                     future.set_result(None)
 
-    def _apply(self, effect: protocol.Effect, pieces: tuple[memoryview, ...]) -> None:
+    def _apply(
+        self,
+        effect: protocol.Effect,
+        pieces: tuple[memoryview, ...],
+        device: tuple[DeviceBytes, ...],
+    ) -> None:
         """Links never block on these, so they are called under the lock, in order."""
         lease_id, generation = self.lease.lease_id, self.lease.generation
         match effect:
@@ -241,7 +281,16 @@ class Transfer:
                 self._link.send(Open(lease_id, generation))
             case protocol.PostWrite(page, layer, pages, layers):
                 self._link.send(
-                    Write(lease_id, generation, page, layer, pieces, pages=pages, layers=layers)
+                    Write(
+                        lease_id,
+                        generation,
+                        page,
+                        layer,
+                        pieces,
+                        device=device,
+                        pages=pages,
+                        layers=layers,
+                    )
                 )
             case protocol.PostFin(fin):
                 self._link.send(FinMessage(fin))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdmesh.kvcache.store import LatentStore
+from pdmesh.kvcache.store import DeviceBytes, LatentStore
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.messages import PROTOCOL_VERSION, Fin
 
@@ -76,6 +76,8 @@ class Write:
     layers: int = 1
     verdict: Verdict | None = None
     """What the receiving transport found where it compared the checksums itself."""
+    device: tuple[DeviceBytes, ...] = ()
+    """In place of ``pieces``, for a link that ``takes_device``: where the bytes are."""
 
     @property
     def units(self) -> int:
@@ -83,7 +85,8 @@ class Write:
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
+        here = sum(piece.nbytes for piece in self.pieces)
+        return here + sum(piece.nbytes for piece in self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,10 @@ class Link(Protocol):
     @property
     def asks_places(self) -> bool:
         """The receiver answers an opening with ``Places``, and no write may come before."""
+
+    @property
+    def takes_device(self) -> bool:
+        """Writes may say where their bytes are in a device's memory."""
 
     @property
     def closed(self) -> bool: ...

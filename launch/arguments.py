@@ -113,6 +113,7 @@ examples:
 _DRAFTS = "MTP drafts a step and sequence: 0 to 4, or auto: as many as pay off (default: 1)"
 
 
+_TRANSPORTS = "ways that pages may go, best first: shm, tcp, nixl (default: shm,tcp)"
 _DRAIN = "seconds that a worker told to end may take to finish what it has (default: 30)"
 
 
@@ -169,6 +170,7 @@ def _add_up(up: argparse.ArgumentParser) -> None:
     up.add_argument("--no-mtp", action="store_true", help="no draft tokens from the MTP module")
     up.add_argument("--draft-tokens", type=_drafts, metavar="N", help=_DRAFTS)
     up.add_argument("--drain-s", type=float, metavar="S", help=_DRAIN)
+    up.add_argument("--transports", metavar="LIST", help=_TRANSPORTS)
     up.add_argument("--chat", action="store_true", help="open a chat; stop everything at its end")
     up.add_argument("--prompt", metavar="TEXT", help="print one answer and stop everything")
 
@@ -238,6 +240,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--no-mtp", action="store_true", help="no draft tokens")
     serve.add_argument("--lease-ttl", type=float, metavar="S", help="seconds a lease lasts")
     serve.add_argument("--drain-s", type=float, metavar="S", help=_DRAIN)
+    serve.add_argument("--transports", metavar="LIST", help=f"workers: {_TRANSPORTS}")
     serve.add_argument("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR")
     serve.add_argument("--pages", type=int, help="workers: pages of KV memory")
     serve.add_argument("--threads", type=int, help="workers: threads (default: all cores)")

@@ -64,9 +64,10 @@ def worker_spec(
     threads = threads_per_worker(topology, section.threads)
     own = _prefill_arguments(topology) if role == "prefill" else _decode_arguments(topology)
     sizes = ("--pages", str(section.pages), "--threads", str(threads))
+    moving = ("--transports", ",".join(topology.mesh.transports))
     ending = ("--drain-s", str(topology.mesh.drain_s), "--metrics-port", str(metrics_port))
     shared = _shared_arguments(topology, secret)
-    return Spec(name, role, ("--id", name, *sizes, *own, *ending, *shared), threads)
+    return Spec(name, role, ("--id", name, *sizes, *own, *moving, *ending, *shared), threads)
 
 
 def _prefill_arguments(topology: Topology) -> tuple[str, ...]:

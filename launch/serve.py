@@ -80,6 +80,7 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
         topology = topology.changed(a.role, "--pages", pages=a.pages)
         topology = topology.changed(a.role, "--threads", threads=a.threads)
         topology = topology.changed("mesh", "--drain-s", drain_s=a.drain_s)
+        topology = topology.changed("mesh", "--transports", transports=a.transports)
     if a.role == "prefill":
         topology = topology.changed("prefill", "--chunk-tokens", chunk_tokens=a.chunk_tokens)
         topology = topology.changed("prefill", "--max-queue", max_queue=a.max_queue)
@@ -142,6 +143,7 @@ def _prefill(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, No
             chunk_tokens=section.chunk_tokens,
             max_queue=section.max_queue,
             drain_s=topology.mesh.drain_s,
+            transports=topology.mesh.transports,
             metrics_port=section.metrics_port,
             **_shared(topology),
         )
@@ -165,6 +167,7 @@ def _decode(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, Non
             park_mb=section.park_mb,
             max_waiting=section.max_waiting,
             drain_s=topology.mesh.drain_s,
+            transports=topology.mesh.transports,
             metrics_port=section.metrics_port,
             **_shared(topology),
         )
@@ -208,5 +211,8 @@ def _run(program: Coroutine[Any, Any, None]) -> None:
             loop.add_signal_handler(number, task.cancel)
         with contextlib.suppress(asyncio.CancelledError):
             await task
+        for number in (signal.SIGTERM, signal.SIGINT):  # it ends: told again, it ends no worse
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
     asyncio.run(main())

@@ -17,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS, TRANSPORTS, check_transports
 from pdmesh.launch.ports import refusal
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Arithmetic
@@ -60,6 +61,9 @@ class MeshSection:
     lease_ttl_s: float = _number(5.0, 0.5, 3600, "seconds until a silent worker is dropped")
     drain_s: float = _number(
         30.0, 0, 86_400, "seconds that a worker told to end may take to finish"
+    )
+    transports: tuple[str, ...] = _plain(
+        DEFAULT_TRANSPORTS, "ways that pages may go, best first: " + ", ".join(TRANSPORTS)
     )
     log_level: str = _choice("INFO", ("DEBUG", "INFO", "WARNING", "ERROR"), "what is logged")
 
@@ -264,9 +268,24 @@ def _checked(setting: dataclasses.Field[Any], value: object, source: str) -> obj
             return float(value) if kind == "float" else value
     if kind == "str" and isinstance(value, str) and _string_fits(setting, value):
         return value
+    if kind.startswith("tuple") and (names := _names(value, source)):
+        return names
     if kind.startswith("Path") and isinstance(value, str | Path) and str(value):
         return Path(value).expanduser()
     raise ConfigError(f"{source} is {_shown(value)}; it must be {_allowed(setting)}")
+
+
+def _names(value: object, source: str) -> tuple[str, ...]:
+    """A list of transports, or their names with commas between; empty where it is neither."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        return ()
+    names = tuple(part.strip() for part in parts)
+    try:
+        check_transports(names)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    return names
 
 
 def _string_fits(setting: dataclasses.Field[Any], value: str) -> bool:
@@ -288,6 +307,8 @@ def _allowed(setting: dataclasses.Field[Any]) -> str:
         return "true or false"
     if kind.startswith("Path"):
         return "a path, as a string"
+    if kind.startswith("tuple"):
+        return f"a list of transports, best first, of {', '.join(TRANSPORTS)}"
     if setting.name == "name" and setting.default:
         return "1 to 63 letters, digits, dots, dashes or underscores"
     return "a string that is not empty" if setting.default else "a string"

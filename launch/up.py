@@ -73,6 +73,7 @@ def _settings(arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("mesh", "--port", port=a.port)
     topology = topology.changed("mesh", "--host", host=a.host)
     topology = topology.changed("mesh", "--drain-s", drain_s=a.drain_s)
+    topology = topology.changed("mesh", "--transports", transports=a.transports)
     topology = topology.changed("model", "--model", path=a.model)
     topology = topology.changed("model", "--no-mtp", mtp=False if a.no_mtp else None)
     topology = topology.changed("model", "--arithmetic", arithmetic=a.arithmetic)

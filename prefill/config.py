@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS
 from pdmesh.wire.hashes import Arithmetic
 from pdmesh.wire.ids import PAGE_SIZE
 
@@ -17,6 +18,7 @@ class PrefillConfig:
     tokens of one step, at least a page; ``max_queue`` how many prompts may wait; ``port`` 0 lets
     the system choose; ``metrics_port`` 0 means no Prometheus endpoint;
     ``pull_s`` how long a prompt may wait for cached pages of other workers, 0 for not at all;
+    ``transports`` which ways pages may go, best first;
     ``drain_s`` how long a worker that is told to end may take to finish what it has.
     """
 
@@ -39,6 +41,7 @@ class PrefillConfig:
     lease_ttl_s: float = 5.0
     drain_s: float = 30.0
     pull_s: float = 2.0
+    transports: tuple[str, ...] = DEFAULT_TRANSPORTS
     chunk_tokens: int = 512
     max_queue: int = 1024
     metrics_port: int = 0

@@ -10,7 +10,8 @@ import torch
 from pdmesh.kvcache.checksums import page_checksums
 from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
-from pdmesh.kvtransfer.pull_exchange import PrefixExchange, tcp_transport
+from pdmesh.kvtransfer.pull_exchange import PrefixExchange
+from pdmesh.kvtransfer.transports import make_page_transports
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.served import load_served_model, served_grammars
 from pdmesh.prefill.config import PrefillConfig
@@ -18,6 +19,7 @@ from pdmesh.prefill.facts import PrefillStepFacts
 from pdmesh.prefill.metrics import PrefillMetrics
 from pdmesh.prefill.runner import PrefillRunner
 from pdmesh.prefill.scheduler import PrefillScheduler
+from pdmesh.prefill.sending import page_sender
 from pdmesh.prefill.work import PrefillLimits
 from pdmesh.prefill.worker import PrefillWorker
 from pdmesh.registry.draining import Life, Workload, counted
@@ -26,6 +28,7 @@ from pdmesh.registry.loading import LoadingLog
 from pdmesh.registry.metrics import metrics_endpoint, on_loop
 from pdmesh.registry.publisher import WorkerLease
 from pdmesh.registry.pull_metrics import PullMetrics
+from pdmesh.registry.transfer_metrics import TransferMetrics
 from pdmesh.wire.handoff import ChecksumsRequest, PageChecksums
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
@@ -44,7 +47,13 @@ async def serve_prefill(config: PrefillConfig) -> None:
     secret = read_secret(config.secret_file)
     model, fmt = _load(config)
     store = LatentStore(
-        config.pages, fmt.num_layers, fmt.page_size, fmt.latent_width, model.dtype, config.device
+        config.pages,
+        fmt.num_layers,
+        fmt.page_size,
+        fmt.latent_width,
+        model.dtype,
+        config.device,
+        shared="shm" in config.transports,
     )
     leases: list[WorkerLease] = []
     kv = KvManager(
@@ -61,19 +70,21 @@ async def serve_prefill(config: PrefillConfig) -> None:
         secret,
         served_grammars(config.model_path, vocab_size),
     )
+    sender = page_sender(fmt, store, config.transports)
     worker = PrefillWorker(
         PrefillRunner(model, store, fmt.page_size, fmt.mtp_layers > 0, fmt.arithmetic),
         kv,
         store,
         PrefillScheduler(config.chunk_tokens, fmt.page_size, config.max_queue),
         limits,
+        sender=sender,
     )
     instance, life = new_instance(), Life()
     exchange = PrefixExchange(
         kv,
         instance,
         fmt,
-        [tcp_transport(store, config.transfer_host)],
+        make_page_transports(config.transports, store, config.transfer_host),
         timeout_s=config.pull_s,
         on_room=worker.pages_freed,
     )
@@ -98,6 +109,7 @@ async def serve_prefill(config: PrefillConfig) -> None:
 
     metrics = PrefillMetrics(fmt, config.worker_id, on_loop(asyncio.get_running_loop(), facts))
     exchange.fetcher.observe = PullMetrics(metrics).observe
+    sender.observe = TransferMetrics(metrics).observe
 
     def observe(step: PrefillStepFacts) -> None:
         metrics.observe(step)

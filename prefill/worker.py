@@ -22,17 +22,14 @@ from itertools import count
 
 from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
-from pdmesh.kvtransfer.loopback import LoopbackDialer
 from pdmesh.kvtransfer.pull_fetcher import PrefixFetcher
 from pdmesh.kvtransfer.sender import Transfer, TransferSender
-from pdmesh.kvtransfer.shm import ShmDialer
-from pdmesh.kvtransfer.stream_link import MAX_QUEUED_BYTES
-from pdmesh.kvtransfer.tcp import TcpDialer
 from pdmesh.kvtransfer.transport import Dialer
 from pdmesh.model.grammar import Grammar
 from pdmesh.prefill.facts import PrefillStepFacts
 from pdmesh.prefill.runner import ChunkResult, PrefillRunner
 from pdmesh.prefill.scheduler import Chunk, PrefillJob, PrefillScheduler, first_position
+from pdmesh.prefill.sending import page_sender
 from pdmesh.prefill.steps import Steps, step_facts
 from pdmesh.prefill.work import PrefillLimits, Work
 from pdmesh.wire.errors import (
@@ -58,7 +55,7 @@ class PrefillWorker:
     """Owns the queue, the pages and the transfers of one prefill worker.
 
     ``observe`` is told of every step, on the event loop; ``clock`` gives monotonic seconds;
-    ``dialers`` take the place of loopback and TCP.
+    ``sender`` pushes the pages; without one, a sender over ``dialers`` or the usual transports.
     """
 
     def __init__(
@@ -72,6 +69,7 @@ class PrefillWorker:
         observe: Callable[[PrefillStepFacts], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         dialers: Sequence[Dialer] = (),
+        sender: TransferSender | None = None,
     ) -> None:
         self._kv = kv
         self._store = store
@@ -85,11 +83,7 @@ class PrefillWorker:
         self._steps = Steps(runner)
         self._compilers = ThreadPoolExecutor(_COMPILING_THREADS, "prefill-grammar")
         self._openers = ThreadPoolExecutor(_OPENING_THREADS, "prefill-open")
-        # From another device pages are copied to be pushed: only then a full queue has to wait.
-        on_cpu = store.tensor.device.type == "cpu"
-        queue_bytes = 1 << 62 if on_cpu else MAX_QUEUED_BYTES
-        own = dialers or (LoopbackDialer(), ShmDialer(queue_bytes), TcpDialer(queue_bytes))
-        self._sender = TransferSender(limits.page_format, own)
+        self._sender = sender or page_sender(limits.page_format, store, dialers=dialers)
         self._finishing: set[asyncio.Task[None]] = set()
         self._fault: BaseException | None = None
         self.fetcher: PrefixFetcher | None = None

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 2.0
 """Seconds that a stopping worker gives the calls under way, and then the pushes under way."""
+SEEN_S = 1.0
+"""A worker that ends has refused new work for so long, so that no router still counts on it."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ async def host_worker(
     """Serves until SIGTERM or SIGINT, then drains and deregisters.
 
     After SIGTERM the worker takes nothing new, hands back what it has not begun, and goes on until
-    nothing is left, for ``drain_s`` at most. After SIGINT or a second SIGTERM it does not wait.
+    nothing is left, for ``drain_s`` at most, and for ``SEEN_S`` at least. After SIGINT or a second
+    SIGTERM it does not wait.
     While it drains it answers what is no new work. Calls under way then get ``GRACE_S`` seconds to
     end, and are cancelled. If the loop ended by itself nothing can be drained: the worker stops at
     once, and its error is raised.
@@ -171,10 +174,14 @@ async def _empty(drain: Drain, signals: _Signals, record: WorkerRecord, drain_s:
     if signals.now.is_set():
         await drain.tell()
         return
+    loop = asyncio.get_running_loop()
+    seen_at = loop.time() + SEEN_S
     emptying = drain.begin("told to end")
     hurry = asyncio.ensure_future(signals.now.wait())
     try:
         await asyncio.wait({emptying, hurry}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        if emptying.done() and (seconds := seen_at - loop.time()) > 0:
+            await asyncio.wait({hurry}, timeout=seconds)
     finally:
         hurry.cancel()
     if not emptying.done():

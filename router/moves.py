@@ -112,7 +112,8 @@ class Moves:
                 answer.give_up(move, f"{move.target.worker_id} is gone")
         draining = {record.instance for record in view.draining("decode")}
         for answer in self.answers():
-            if answer.worker.instance in draining and answer.phase == "running":
+            over = answer.run.gate.finish is not None
+            if answer.worker.instance in draining and answer.phase == "running" and not over:
                 self._try(answer)
 
     def _try(self, answer: LiveAnswer) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from pdmesh.router.clients import WorkerClients
 from pdmesh.router.metrics import Metrics
+from pdmesh.router.pairing import Pairing
 from pdmesh.router.policy import Candidate, Route, Snapshot
 from pdmesh.router.prompt import PromptHashes
 from pdmesh.wire.errors import DeadlineExceeded, PdmeshError
@@ -129,6 +130,7 @@ class MeshView:
         self._requests: dict[str, int] = {}
         self._tokens: dict[str, int] = {}
         self._ignored: set[str] = set()
+        self._pairing = Pairing()
         self._task: asyncio.Task[None] | None = None
 
     # ---- what the policy sees -------------------------------------------------------------
@@ -299,6 +301,7 @@ class MeshView:
     async def _poll_forever(self, interval: float, changed: Callable[[], Awaitable[None]]) -> None:
         while True:
             records = {record.instance: record for record in self._registered()}
+            self._pairing.look(records.values())
             for instance, record in records.items():
                 if instance not in self._polling:
                     self._polling[instance] = asyncio.create_task(self._poll(record))

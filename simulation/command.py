@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         if outcome.problems:
             failed.append(seed)
             print(outcome.summary)
-            _explain(outcome, arguments.requests, with_trace=not arguments.trace)
+            _explain(outcome, with_trace=not arguments.trace)
         elif not several:
             print(outcome.summary)
         if several and time.monotonic() - told >= _EVERY_S:
@@ -56,11 +56,10 @@ def _names(failed: list[int]) -> str:
     return f": {', '.join(map(str, failed))}" if failed else ""
 
 
-def _explain(outcome: Outcome, requests: int, with_trace: bool) -> None:
+def _explain(outcome: Outcome, with_trace: bool) -> None:
     if with_trace:
         print(f"the last {_TAIL} lines of the trace:")
         print("\n".join(f"  {line}" for line in outcome.trace[-_TAIL:]))
     print("what is wrong:")
     print("\n".join(f"  {line}" for line in outcome.problems))
-    number = "" if requests == 10 else f" --requests {requests}"
-    print(f"again: pdmesh simulate --seed {outcome.seed}{number} --trace", flush=True)
+    print(outcome.again, flush=True)

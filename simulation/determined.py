@@ -53,6 +53,11 @@ def determined(loop: VirtualLoop, rng: random.Random, trace: Trace) -> Iterator[
         (time, "perf_counter", loop.time),
         (secrets, "token_hex", token_hex),
         (secrets, "randbelow", rng.randrange),
+        # What a log line is never asked for here costs more than the line.
+        (logging, "_srcfile", None),
+        (logging, "logThreads", False),
+        (logging, "logProcesses", False),
+        (logging, "logMultiprocessing", False),
     ]
     originals = [getattr(module, name) for module, name, _ in replaced]
     for module, name, ours in replaced:

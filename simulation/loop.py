@@ -15,8 +15,10 @@ import random
 import sys
 from asyncio import events
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar, cast
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Generic, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -41,7 +43,7 @@ class Process:
         self.name = name
         self.alive = True
         self.paused = False
-        self.backlog: deque[_Handle | _Timer] = deque()
+        self.backlog: deque[_Handle] = deque()
         self.ended: list[Callable[[], None]] = []
         """Called when the process ends: what its operating system does then."""
         self.context = contextvars.copy_context()
@@ -59,22 +61,9 @@ def current_process() -> Process | None:
     return _current.get()
 
 
-class _Handle(asyncio.Handle):
-    __slots__ = ("owner",)
+class _Handle(asyncio.TimerHandle):
+    """A callback, and the process that it belongs to: less than asyncio's, for speed."""
 
-    def __init__(
-        self,
-        callback: Callable[..., object],
-        args: tuple[Any, ...],
-        loop: VirtualLoop,
-        context: contextvars.Context | None,
-    ) -> None:
-        context = context or contextvars.copy_context()
-        super().__init__(callback, args, loop, context)
-        self.owner = context.get(_current, None)
-
-
-class _Timer(asyncio.TimerHandle):
     __slots__ = ("owner",)
 
     def __init__(
@@ -82,12 +71,78 @@ class _Timer(asyncio.TimerHandle):
         when: float,
         callback: Callable[..., object],
         args: tuple[Any, ...],
-        loop: VirtualLoop,
         context: contextvars.Context | None,
     ) -> None:
         context = context or contextvars.copy_context()
-        super().__init__(when, callback, args, loop, context)
-        self.owner = context.get(_current, None)
+        self._when = when
+        self._callback: Callable[..., object] | None = callback
+        self._args: tuple[Any, ...] | None = args  # type: ignore[assignment]
+        self._context = context
+        self._cancelled = False
+        self.owner: Process | None = context.get(_current)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._callback = self._args = None
+
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def __repr__(self) -> str:
+        return f"<{self._callback} at {self._when:.6f}>"
+
+
+def in_pieces(function: Callable[..., Generator[float | None, None, T]]) -> Callable[..., T]:
+    """A blocking call that is watched between its pieces: it yields where time may pass.
+
+    What it yields are seconds, or None for a share of the time of any call to a thread.
+
+    A simulated thread takes virtual time from one ``yield`` to the next, and all else goes on
+    meanwhile; called by anybody else it runs to its end.
+    """
+
+    @wraps(function)
+    def whole(*args: Any) -> T:
+        pieces = function(*args)
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                return cast("T", end.value)
+
+    whole.pieces = function  # type: ignore[attr-defined]
+    return whole
+
+
+@dataclass(eq=False)
+class _Work(Generic[T]):
+    """A call to another thread, and what came of it."""
+
+    future: asyncio.Future[T]
+    func: Callable[..., T]
+    args: tuple[Any, ...]
+    result: T | None = None
+    failure: Exception | None = None
+    acted: bool = False
+
+    def act(self) -> None:
+        """The call itself."""
+        self.acted = True
+        try:
+            self.result = self.func(*self.args)
+        except Exception as error:  # noqa: BLE001 - it belongs to the future
+            self.failure = error
+
+    def settle(self) -> None:
+        """Tells the future."""
+        if not (self.acted or hasattr(self.func, "pieces")):
+            self.act()
+        if self.future.done():
+            return
+        if self.failure is not None:
+            self.future.set_exception(self.failure)
+        else:
+            self.future.set_result(cast("T", self.result))
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
@@ -106,12 +161,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._max_events = max_events
         self._executor_s = executor_s
         self._now = 0.0
-        self._ready: deque[_Handle | _Timer] = deque()
-        self._timers: list[tuple[float, int, _Timer]] = []
+        self._ready: deque[_Handle] = deque()
+        self._timers: list[tuple[float, int, _Handle]] = []
         self._number = 0
         self._busy_until: dict[int, float] = {}
         self._executors: list[Any] = []
-        self._grave: list[_Handle | _Timer] = []
+        self._grave: list[_Handle] = []
         self._closed = False
         self.events = 0
         """Callbacks run so far."""
@@ -129,7 +184,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         *args: Any,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
-        handle = _Handle(callback, args, self, context)
+        handle = _Handle(self._now, callback, args, context)
         self._ready.append(handle)
         return handle
 
@@ -157,7 +212,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         *args: Any,
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
-        timer = _Timer(when, callback, args, self, context)
+        timer = _Handle(when, callback, args, context)
         self._number += 1
         heapq.heappush(self._timers, (when, self._number, timer))
         return timer
@@ -165,38 +220,45 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """Runs ``func`` here: at the beginning or at the end of the time that it takes."""
+        """Runs ``func`` here: at the beginning or at the end of the time that it takes, or piece
+        by piece (``in_pieces``)."""
         future: asyncio.Future[T] = self.create_future()
         begin = self._now
         alone = executor is not None and getattr(executor, "_max_workers", 0) == 1
         if alone:
             begin = max(begin, self._busy_until.get(id(executor), 0.0))
         slow = 20.0 if self._rng.random() < 0.03 else 1.0
-        end = begin + slow * self._rng.uniform(0.0001, self._executor_s)
+        takes = slow * self._rng.uniform(0.0001, self._executor_s)
         if alone:
             self._executors.append(executor)  # so that its id stays its own
-            self._busy_until[id(executor)] = end
-        outcome: list[Callable[[], None]] = []
-
-        def act() -> None:
-            try:
-                result = func(*args)
-            except Exception as error:  # noqa: BLE001 - it belongs to the future
-                failure = error
-                outcome.append(lambda: future.set_exception(failure))
-            else:
-                outcome.append(lambda: future.set_result(result))
-
-        def settle() -> None:
-            if not outcome:
-                act()
-            if not future.done():
-                outcome[0]()
-
+            self._busy_until[id(executor)] = begin + takes
+        work = _Work(future, func, args)
+        pieces = getattr(func, "pieces", None)
+        if pieces is not None:
+            self.call_at(begin, self._next_piece, work, pieces, begin + takes)
+            return future
         if self._rng.random() < 0.5:
-            self.call_at(begin, act)
-        self.call_at(end, settle)
+            self.call_at(begin, work.act)
+        self.call_at(begin + takes, work.settle)
         return future
+
+    def _next_piece(self, work: _Work[T], pieces: Any, end: float) -> None:
+        """Runs up to the next pause; pauses are longer while more of the time is left."""
+        if callable(pieces):
+            pieces = pieces(getattr(work.func, "__self__", None), *work.args)
+        try:
+            asked = next(pieces)
+        except StopIteration as done:
+            work.result = done.value
+            self.call_at(max(self._now, end), work.settle)
+        except Exception as error:  # noqa: BLE001 - it belongs to the future
+            work.failure = error
+            self.call_at(max(self._now, end), work.settle)
+        else:
+            pause = asked
+            if pause is None:
+                pause = self._rng.random() * max(0.0, end - self._now) * 0.6
+            self.call_at(self._now + pause, self._next_piece, work, pieces, end)
 
     # ---- processes ------------------------------------------------------------------------
 
@@ -253,20 +315,22 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self.call_soon(self.create_task, generator.aclose())
 
     def _run_once(self) -> None:
-        while self._timers and self._timers[0][2].cancelled():
-            heapq.heappop(self._timers)
-        if not self._ready:
-            if not self._timers:
+        timers, ready = self._timers, self._ready
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+        if not ready:
+            if not timers:
                 raise Deadlock("nothing is scheduled any more")
-            self._now = max(self._now, self._timers[0][0])
-        while self._timers and self._timers[0][0] <= self._now:
-            self._ready.append(heapq.heappop(self._timers)[2])
-        for _ in range(len(self._ready)):
-            self._dispatch(self._ready.popleft())
+            self._now = max(self._now, timers[0][0])
+        now = self._now
+        while timers and timers[0][0] <= now:
+            ready.append(heapq.heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                self._dispatch(handle)
 
-    def _dispatch(self, handle: _Handle | _Timer) -> None:
-        if handle.cancelled():
-            return
+    def _dispatch(self, handle: _Handle) -> None:
         owner = handle.owner
         if owner is not None and not owner.alive:
             self._grave.append(handle)
@@ -276,7 +340,17 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self.events += 1
             if self.events > self._max_events:
                 raise TooManyEvents(f"{self.events} callbacks by {self._now:.3f} s")
-            handle._run()
+            self._call(handle)
+
+    def _call(self, handle: _Handle) -> None:
+        assert handle._callback is not None
+        assert handle._args is not None
+        try:
+            handle._context.run(handle._callback, *handle._args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001 - as asyncio's own handles do
+            self.call_exception_handler({"message": f"in {handle}", "exception": error})
 
     # ---- what asyncio needs of a loop -----------------------------------------------------
 
@@ -329,7 +403,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         for _ in range(len(self._ready)):
             handle = self._ready.popleft()
             if not handle.cancelled():
-                handle._run()
+                self._call(handle)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Cancelled timers are dropped when their time comes."""

@@ -8,7 +8,7 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +18,11 @@ import torch
 from pdmesh.decode.drafter import SequenceRows, due
 from pdmesh.decode.runner import StepRows
 from pdmesh.decode.speculate import accept
-from pdmesh.kvcache.store import LatentStore
 from pdmesh.model.choice import Choice
 from pdmesh.model.tree import TokenTree
 from pdmesh.prefill.runner import ChunkResult, PromptRows
+from pdmesh.simulation.loop import in_pieces
+from pdmesh.simulation.memory import GuardedStore
 from pdmesh.wire.hashes import Arithmetic, PageFormat
 from pdmesh.wire.sampling import SamplingParams
 
@@ -130,8 +131,9 @@ def pick(digest: int, params: SamplingParams, position: int, index: int, may_end
 class Pages:
     """The words of a store [pages, layers, PAGE_SIZE, 2], seen along a page table."""
 
-    def __init__(self, store: LatentStore) -> None:
+    def __init__(self, store: GuardedStore) -> None:
         self._words: Words = store.tensor.numpy().view(np.uint64)
+        self.touch = store.touch
         self.mtp = self._words.shape[1] > MAIN_LAYERS
 
     def read(self, table: Sequence[int], end: int) -> Words:
@@ -199,14 +201,17 @@ def as_words(hidden: torch.Tensor) -> Words:
 class SimPrefillRunner:
     """Has the interface of ``prefill.runner.PrefillRunner``."""
 
-    def __init__(self, store: LatentStore) -> None:
+    def __init__(self, store: GuardedStore) -> None:
         self._pages = Pages(store)
 
-    def step(self, prompts: Sequence[PromptRows]) -> list[ChunkResult]:
+    @in_pieces
+    def step(self, prompts: Sequence[PromptRows]) -> Generator[None, None, list[ChunkResult]]:
         pages = self._pages
         fresh = [self._latents(p) for p in prompts]
         for layer in range(MAIN_LAYERS):
+            yield
             for p, latents in zip(prompts, fresh, strict=True):
+                pages.touch(p.page_table[: -(-p.end // PAGE_SIZE)], "a prefill step")
                 skip = max(0, p.write_from - p.start)
                 pages.write(p.page_table, layer, p.start + skip, latents[skip:, layer])
                 p.push(layer)
@@ -242,16 +247,23 @@ class SimPrefillRunner:
 class SimDecodeRunner:
     """Has the interface of ``decode.runner.DecodeRunner``; ``right`` of ten drafts are right."""
 
-    def __init__(self, store: LatentStore, draft_tokens: int, right: int = 7) -> None:
+    def __init__(self, store: GuardedStore, draft_tokens: int, right: int = 7) -> None:
         self._pages = Pages(store)
         self._draft_tokens = draft_tokens
         self._right = right
 
-    def step(self, sequences: Sequence[SequenceRows]) -> list[StepRows]:
-        return [self._one(s) for s in sequences]
+    @in_pieces
+    def step(self, sequences: Sequence[SequenceRows]) -> Generator[None, None, list[StepRows]]:
+        steps = []
+        for s in sequences:
+            yield
+            steps.append(self._one(s))
+        yield
+        return steps
 
     def _one(self, s: SequenceRows) -> StepRows:
         pages, table, count = self._pages, s.page_table, self._draft_tokens
+        pages.touch(table[: s.computed // PAGE_SIZE + 1], "a decode step")
         most = 0 if s.pending is None else s.most_drafts(PAGE_SIZE)
         filled = due(s, count, PAGE_SIZE)
         if filled:

@@ -204,9 +204,7 @@ class _Channel(Connection):
             self._answer(call, self._methods.get(call.method))
         )
         if call.deadline is not None:
-            timer = loop.call_at(max(loop.time(), call.deadline), task.cancel)
-            task.add_done_callback(lambda _: timer.cancel())
-        task.add_done_callback(lambda _: self.tasks.pop(call, None))
+            call.timer = loop.call_at(max(loop.time(), call.deadline), task.cancel)
 
     async def _answer(self, call: _Call, method: Method | None) -> None:
         try:
@@ -217,7 +215,7 @@ class _Channel(Connection):
                 self._send(call.item, encode(await method.unary(request)))
             else:
                 await self._stream(call, method, request)
-            self._send(call.end, None)
+                self._send(call.end, None)
         except PdmeshError as error:
             self._send(call.end, (type(error).__name__, error.message))
         except asyncio.CancelledError:
@@ -226,6 +224,10 @@ class _Channel(Connection):
         except Exception as error:  # noqa: BLE001 - as the real server does; and it is noted
             self.network.problems.append(f"{self.ends[1]} {call.method} raised {error!r}")
             self._send(call.end, ("InternalError", f"{call.method}: {error}"))
+        finally:
+            self.tasks.pop(call, None)
+            if call.timer is not None:
+                call.timer.cancel()
 
     async def _stream(self, call: _Call, method: Method, request: msgspec.Struct) -> None:
         assert method.stream is not None
@@ -251,6 +253,8 @@ class _Call:
     where: str
     data: bytes
     deadline: float | None
+    timer: asyncio.TimerHandle | None = None
+    """Of the server: ends its work at the deadline."""
     items: asyncio.Queue[bytes | PdmeshError | None] = field(default_factory=asyncio.Queue)
 
     def item(self, data: bytes) -> None:
@@ -278,9 +282,18 @@ class SimClient(Client):
     async def unary(
         self, method: str, request: msgspec.Struct, answer: type[T], timeout: float | None = None
     ) -> T:
-        async for item in self._call(method, request, timeout):
+        call, timers, channel = self._begin(method, request, timeout)
+        over = False
+        try:
+            item = await call.items.get()
+            over = item is None or isinstance(item, bytes)
+            if item is None:
+                raise InternalError(f"{method}: no answer")
+            if isinstance(item, PdmeshError):
+                raise item
             return decode(item, answer)
-        raise InternalError(f"{method}: no answer")
+        finally:
+            self._finish(call, timers, channel, over)
 
     async def stream(
         self, method: str, request: msgspec.Struct, answer: type[T], timeout: float | None = None
@@ -295,15 +308,7 @@ class SimClient(Client):
     async def _call(
         self, method: str, request: msgspec.Struct, timeout: float | None
     ) -> AsyncGenerator[bytes, None]:
-        loop = self._network.loop
-        where = f"{self._service} worker at {self.address}, {method}"
-        deadline = None if timeout is None else loop.time() + timeout
-        call = _Call(method, where, encode(request), deadline)
-        timers = []
-        if deadline is not None:
-            late = DeadlineExceeded(f"{where}: Deadline Exceeded")
-            timers.append(loop.call_at(deadline, call.fail, late))
-        channel = self._open(call, timers)
+        call, timers, channel = self._begin(method, request, timeout)
         over = False
         try:
             while True:
@@ -315,12 +320,34 @@ class SimClient(Client):
                     raise item
                 yield item
         finally:
-            for timer in timers:
-                timer.cancel()
-            if channel is not None:
-                channel.calls.pop(call, None)
-                if not over:
-                    channel.cancel(call)
+            self._finish(call, timers, channel, over)
+
+    def _begin(
+        self, method: str, request: msgspec.Struct, timeout: float | None
+    ) -> tuple[_Call, list[asyncio.TimerHandle], _Channel | None]:
+        loop = self._network.loop
+        where = f"{self._service} worker at {self.address}, {method}"
+        deadline = None if timeout is None else loop.time() + timeout
+        call = _Call(method, where, encode(request), deadline)
+        timers = []
+        if deadline is not None:
+            late = DeadlineExceeded(f"{where}: Deadline Exceeded")
+            timers.append(loop.call_at(deadline, call.fail, late))
+        return call, timers, self._open(call, timers)
+
+    def _finish(
+        self,
+        call: _Call,
+        timers: list[asyncio.TimerHandle],
+        channel: _Channel | None,
+        over: bool,
+    ) -> None:
+        for timer in timers:
+            timer.cancel()
+        if channel is not None:
+            channel.calls.pop(call, None)
+            if not over:
+                channel.cancel(call)
 
     def _open(self, call: _Call, timers: list[asyncio.TimerHandle]) -> _Channel | None:
         """Sends the call; None where nobody is there, which the call is told."""

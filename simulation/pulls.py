@@ -1,14 +1,17 @@
 """Reads of lent pages between simulated processes.
 
-A read takes place at one moment of the time that its thread takes; the loan may have ended by then.
-The reader takes the places that the loan named and asks nobody, as a read of remote memory does.
+A read takes its time, half a page at a moment; the loan may end meanwhile, and the owner put the
+pages to another use. The reader takes the places that the loan named and asks nobody, as a read of
+remote memory does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from zlib import crc32
 
 from pdmesh.kvcache.store import LatentStore
+from pdmesh.kvtransfer.pull_costs import PullCosts
 from pdmesh.kvtransfer.pull_reader import (
     Lent,
     ReadOrder,
@@ -18,7 +21,8 @@ from pdmesh.kvtransfer.pull_reader import (
     fill_page,
     page_view,
 )
-from pdmesh.simulation.loop import Process
+from pdmesh.simulation.loop import Process, in_pieces
+from pdmesh.simulation.memory import GuardedStore
 from pdmesh.simulation.network import Network
 from pdmesh.simulation.transport import NAME, Troubles
 from pdmesh.wire.errors import TransferFailed
@@ -48,13 +52,19 @@ class SimPageServer:
 
 
 class SimPageReader:
-    """Reads into the store of a process."""
+    """Reads into the store of a process; ``read_s``: longest time of half a page."""
 
     name = NAME
 
     def __init__(
-        self, network: Network, troubles: Troubles, process: Process, store: LatentStore
+        self,
+        network: Network,
+        troubles: Troubles,
+        process: Process,
+        store: GuardedStore,
+        read_s: float,
     ) -> None:
+        self._read_s = read_s
         self._network = network
         self._troubles = troubles
         self._process = process
@@ -63,24 +73,33 @@ class SimPageReader:
     def reaches(self, address: str) -> bool:
         return address.startswith("sim:")
 
-    def read(self, order: ReadOrder, stop: Stop) -> None:
+    @in_pieces
+    def read(self, order: ReadOrder, stop: Stop) -> Generator[float | None, None, None]:
         server = self._troubles.page_servers.get(order.address)
-        if server is None or not server.process.alive:
+        if server is None:
             raise TransferFailed(f"{order.address} is gone")
-        pair = self._network.pair(self._process, server.process)
-        if pair.cut_until > self._network.loop.time():
-            raise TransferFailed(f"{order.address} does not answer")
         for place, destination in zip(order.page_ids, order.destinations, strict=True):
-            if stop.asked:
-                raise ReadStopped("the read was stopped")
-            self._page(server, place, destination)
+            data = bytearray()
+            for half in (0, 1):
+                yield self._network.rng.random() * self._read_s
+                if stop.asked:
+                    raise ReadStopped("the read was stopped")
+                self._reach(server)
+                data += _half(page_view(server.store, place), half)
+            self._put(data, destination)
 
     def close(self) -> None:
         """Nothing is kept open."""
 
-    def _page(self, server: SimPageServer, place: int, destination: int) -> None:
+    def _reach(self, server: SimPageServer) -> None:
+        pair = self._network.pair(self._process, server.process)
+        if not server.process.alive:
+            raise TransferFailed(f"{server.process} is gone")
+        if pair.cut_until > self._network.loop.time():
+            raise TransferFailed(f"{server.process} does not answer")
+
+    def _put(self, data: bytearray, destination: int) -> None:
         rng, troubles = self._network.rng, self._troubles
-        data = bytearray(page_view(server.store, place))
         sent = crc32(data)
         if rng.random() < troubles.flip:
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
@@ -90,6 +109,19 @@ class SimPageReader:
         def arrive(view: memoryview) -> None:
             view[:] = data
 
+        self._store.touch([destination], "a pull")
         fill_page(self._store, destination, arrive)
         if crc32(data) != sent:
             raise WrongBytes("the checksum of a page is wrong")
+
+
+def _half(view: memoryview, half: int) -> memoryview:
+    middle = len(view) // 2
+    return view[middle:] if half else view[:middle]
+
+
+class EagerCosts(PullCosts):
+    """Every pull is worth its time."""
+
+    def worth(self, num_pages: int, page_bytes: int, page_size: int, now: float) -> bool:
+        return num_pages > 0

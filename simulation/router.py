@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import tokenizers
@@ -17,6 +18,8 @@ from pdmesh.router.clients import WorkerClients
 from pdmesh.router.handoff import Surroundings as MoveSurroundings
 from pdmesh.router.metrics import Metrics
 from pdmesh.router.moves import Moves
+from pdmesh.router.policy import Candidate
+from pdmesh.router.prompt import PromptHashes
 from pdmesh.router.request import GenerateRequest
 from pdmesh.router.service import Service, ServiceConfig
 from pdmesh.router.view import MeshView
@@ -28,8 +31,8 @@ from pdmesh.simulation.store import StoreClient
 from pdmesh.simulation.workers import SECRET, Surroundings
 from pdmesh.text.tokenizer import SpecialIds, Tokenizer
 from pdmesh.wire.errors import DeadlineExceeded, PdmeshError
+from pdmesh.wire.messages import PageSource, Role, WorkerRecord
 
-_POLL_S = 0.25
 _SILENCE_S = 10.0
 _SLACK_S = 3.0
 """Seconds after its deadline by which a request must have ended."""
@@ -99,6 +102,18 @@ class Record:
         return found
 
 
+class _Anywhere(MeshView):
+    """Sends requests where there is least to do, whoever has their pages; names all who have."""
+
+    def candidates(self, role: Role, hashes: PromptHashes) -> tuple[Candidate, ...]:
+        return tuple(replace(c, owned_pages=0) for c in super().candidates(role, hashes))
+
+    def sources(
+        self, hashes: PromptHashes, chosen: WorkerRecord, besides: Sequence[WorkerRecord] = ()
+    ) -> tuple[PageSource, ...]:
+        return super().sources(hashes, chosen)
+
+
 class SimRouter:
     """One router process, and the requests in it."""
 
@@ -114,7 +129,8 @@ class SimRouter:
             "redis://simulated", "sim", clock=clock, store=StoreClient(around.store)
         )
         self.clients = WorkerClients(lambda where, role: SimClient(around.network, where, role))
-        self.view = MeshView(self.registry, self.clients, "sim", metrics)
+        view = _Anywhere if around.mesh.pulling else MeshView
+        self.view = view(self.registry, self.clients, "sim", metrics)
         account = Account(metrics, clock)
         moving = MoveSurroundings(self.view, self.clients, account, clock, _SILENCE_S)
         self.moves = Moves(moving, rng)
@@ -133,7 +149,7 @@ class SimRouter:
 
     async def _start(self) -> None:
         await self.registry.start()
-        await self.view.start(_POLL_S, self._polled)
+        await self.view.start(self._around.mesh.poll_s, self._polled)
 
     async def _polled(self) -> None:
         self.moves.tick()

@@ -31,6 +31,8 @@ _RECOVER_S = 60.0
 _LATE_S = 5.0
 _AMPLE_S = 25.0
 """A request with so much time is served in time where nothing goes wrong."""
+REQUESTS = 10
+"""Of a run, unless told otherwise."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
@@ -48,6 +50,7 @@ class Outcome:
     endings: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     events: int = 0
+    requests: int = REQUESTS
 
     @property
     def summary(self) -> str:
@@ -56,8 +59,14 @@ class Outcome:
         verdict = "ok" if not self.problems else "FAILED"
         return f"seed {self.seed}: {verdict}; {self.seconds:.1f} s, {self.events} events; {how}"
 
+    @property
+    def again(self) -> str:
+        """How to repeat it."""
+        number = "" if self.requests == REQUESTS else f" --requests {self.requests}"
+        return f"again: pdmesh simulate --seed {self.seed}{number} --trace"
 
-def simulate(seed: int, requests: int = 10, scenario: Scenario | None = None) -> Outcome:
+
+def simulate(seed: int, requests: int = REQUESTS, scenario: Scenario | None = None) -> Outcome:
     """Runs a seed. The same seed gives the same trace, to the byte, on the same version."""
     scenario = scenario or draw_scenario(seed, requests)
     rng = random.Random(f"run {seed}")
@@ -76,7 +85,13 @@ def simulate(seed: int, requests: int = 10, scenario: Scenario | None = None) ->
             problems = traceback.format_exc().splitlines()
         endings = Counter(record.ended or "not over" for record in world.records)
         outcome = Outcome(
-            seed, tuple(problems), tuple(trace.lines), dict(endings), loop.time(), loop.events
+            seed,
+            tuple(problems),
+            tuple(trace.lines),
+            dict(endings),
+            loop.time(),
+            loop.events,
+            requests,
         )
         loop.abandon()
     return outcome

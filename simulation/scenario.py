@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pdmesh.simulation.model import PAGE_SIZE, VOCAB, sim_format
 from pdmesh.wire.hashes import Arithmetic, PageFormat
 from pdmesh.wire.sampling import SamplingParams
 
+_SHARING = 5
+"""One seed in so many is about pulls under pressure."""
 FaultKind = Literal[
     "kill",
     "pause",
@@ -47,6 +49,11 @@ class MeshSpec:
     arithmetic: Arithmetic
     loan_s: float
     pull_s: float
+    poll_s: float
+    pulling: bool
+    """Requests go anywhere, and what others have cached is always fetched."""
+    read_s: float
+    """Longest time of a read of half a page."""
 
     @property
     def page_format(self) -> PageFormat:
@@ -122,6 +129,10 @@ def workers_of(mesh: MeshSpec) -> tuple[str, ...]:
 @dataclass
 class _Draw:
     rng: random.Random
+    hasty: bool = False
+    """Most clients do not wait for the end."""
+    alike: bool = False
+    """Most prompts begin with one of few long texts."""
     bases: list[list[int]] = field(default_factory=list)
 
     def chance(self, share: float) -> bool:
@@ -131,6 +142,7 @@ class _Draw:
         rng = self.rng
         tight = self.chance(0.5)
         mtp = self.chance(0.7)
+        pulling = self.chance(0.8 if self.alike else 0.2)
         return MeshSpec(
             num_prefill=rng.randint(1, 2),
             num_decode=rng.randint(1, 3),
@@ -148,23 +160,27 @@ class _Draw:
             lease_ttl_s=rng.choice((1.0, 3.0)),
             park_pages=rng.choice((0, 4, 1000)),
             arithmetic=rng.choice(("exact", "fast")),
-            loan_s=rng.choice((0.005, 0.02, 10.0)),
-            pull_s=rng.choice((0.0, 0.02, 2.0)),
+            loan_s=rng.choice((0.01, 0.04, 0.04, 10.0)),
+            pull_s=rng.choice((0.1, 2.0)) if pulling else rng.choice((0.0, 0.02, 2.0)),
+            poll_s=rng.choice((0.25, 1.0, 1.0)),
+            pulling=pulling,
+            read_s=rng.choice((0.002, 0.02, 0.1)),
         )
 
     def prompt(self) -> tuple[int, ...]:
         """Some share a beginning, some are the same, lengths lie about page boundaries too."""
         rng = self.rng
-        tokens = list(rng.choice(self.bases)) if self.bases and self.chance(0.7) else []
-        if tokens:
-            tokens = tokens[: rng.randint(1, len(tokens))] if self.chance(0.4) else tokens
+        alike = self.bases and self.chance(0.9 if self.alike else 0.7)
+        tokens = list(rng.choice(self.bases)) if alike else []
+        if tokens and self.chance(0.1 if self.alike else 0.4):
+            tokens = tokens[: rng.randint(1, len(tokens))]
         if not tokens or self.chance(0.7):
             tokens += [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 50))]
         if self.chance(0.3):
             pages = max(1, len(tokens) // PAGE_SIZE)
             tokens = tokens[: pages * PAGE_SIZE + rng.randint(-1, 1)]
         tokens = tokens[:110]
-        if self.chance(0.4):
+        if self.chance(0.1 if self.alike else 0.4):
             self.bases.append(tokens)
         return tuple(tokens)
 
@@ -186,9 +202,14 @@ class _Draw:
             priority=rng.choice((0, 0, 0, 1, -1)),
             timeout=rng.choice((30.0, 60.0, 60.0, rng.uniform(0.05, 5.0))),
             tenant=rng.choice(("", "", "t")),
-            cancel_after=rng.uniform(0.0, 2.0) if self.chance(0.2) else None,
+            cancel_after=self.patience(),
             slow_s=0.05 if self.chance(0.1) else 0.0,
         )
+
+    def patience(self) -> float | None:
+        if self.hasty:
+            return self.rng.uniform(0.0, 0.4) if self.chance(0.6) else None
+        return self.rng.uniform(0.0, 2.0) if self.chance(0.15) else None
 
     def fault(self, mesh: MeshSpec, span: float) -> FaultSpec:
         rng, workers = self.rng, workers_of(mesh)
@@ -230,15 +251,53 @@ class _Draw:
 def draw_scenario(seed: int, requests: int = 10) -> Scenario:
     """The scenario of a seed."""
     draw = _Draw(random.Random(f"scenario {seed}"))
+    draw.hasty = draw.chance(0.2)
+    draw.alike = draw.chance(0.5)
+    if draw.alike:
+        for _ in range(draw.rng.randint(1, 4)):
+            length = draw.rng.randint(40, 100)
+            draw.bases.append([draw.rng.randrange(1, VOCAB) for _ in range(length)])
     mesh = draw.mesh()
     span = draw.rng.choice((0.2, 1.0, 4.0))
     clients = sorted((draw.client(i, span) for i in range(requests)), key=lambda c: c.at)
     faults: list[FaultSpec] = []
     trouble = [0.0, 0.0, 0.0]
-    if not draw.chance(0.1):
+    if not draw.chance(0.2):
         count = draw.rng.randint(0, 6)
         faults = sorted((draw.fault(mesh, span) for _ in range(count)), key=lambda f: f.at)
         trouble = [draw.rng.choice((0.0, 0.0, 0.002, 0.02)) for _ in range(3)]
-    move_every = draw.rng.choice((0.0, 0.0, 0.01, 0.05))
+    move_every = draw.rng.choice((0.0, 0.0, 0.02, 0.1))
     flip, cut, stall = trouble
-    return Scenario(seed, mesh, tuple(clients), tuple(faults), flip, cut, stall, move_every)
+    drawn = Scenario(seed, mesh, tuple(clients), tuple(faults), flip, cut, stall, move_every)
+    return sharing(drawn) if seed % _SHARING == _SHARING - 1 else drawn
+
+
+def sharing(scenario: Scenario) -> Scenario:
+    """The same with prompts that share long beginnings, workers that each have few pages, and slow
+    reads of pages on short loan: pulls all the time, while owners evict what is being read."""
+    rng = random.Random(f"sharing {scenario.seed}")
+    mesh = replace(
+        scenario.mesh,
+        num_prefill=2,
+        num_decode=3,
+        prefill_pages=13,
+        decode_pages=13,
+        growth_tokens=0,
+        pulling=True,
+        pull_s=2.0,
+        loan_s=rng.choice((0.01, 0.04)),
+        read_s=0.1,
+    )
+    bases = [tuple(rng.randrange(1, VOCAB) for _ in range(90)) for _ in range(3)]
+    clients = tuple(
+        replace(
+            client,
+            n=1,
+            at=0.1 * number,
+            prompt=(*rng.choice(bases), number + 1),
+            timeout=60.0,
+            cancel_after=client.cancel_after if number % 2 else None,
+        )
+        for number, client in enumerate(scenario.clients)
+    )
+    return replace(scenario, mesh=mesh, clients=clients, move_every=0.0)

@@ -237,6 +237,7 @@ class SimLink:
     """One end of a connection. Its other end says where pages are by ways of its own."""
 
     asks_places = False
+    takes_device = False
     check_every = 1
 
     def __init__(self, connection: PageConnection, end: int) -> None:

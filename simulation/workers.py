@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import cast
 
 import msgspec
-import torch
 
 from pdmesh.decode.limits import DecodeLimits
 from pdmesh.decode.methods import migration_methods
@@ -20,7 +19,6 @@ from pdmesh.decode.sequence import DecodeSequence
 from pdmesh.decode.worker import DecodeWorker
 from pdmesh.kvcache.checksums import page_checksums
 from pdmesh.kvcache.manager import KvManager
-from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.pull_attempt import Owner
 from pdmesh.kvtransfer.pull_exchange import PrefixExchange, RpcOwner
 from pdmesh.kvtransfer.pull_reader import Lent
@@ -33,6 +31,7 @@ from pdmesh.prefill.worker import PrefillWorker
 from pdmesh.registry.draining import Drain, Life, Workload, counted
 from pdmesh.registry.publisher import WorkerLease
 from pdmesh.simulation.loop import Process
+from pdmesh.simulation.memory import GuardedStore
 from pdmesh.simulation.model import (
     MAX_CONTEXT,
     PAGE_SIZE,
@@ -43,7 +42,7 @@ from pdmesh.simulation.model import (
     SimPrefillRunner,
 )
 from pdmesh.simulation.network import Network, SimClient
-from pdmesh.simulation.pulls import SimPageReader, SimPageServer
+from pdmesh.simulation.pulls import EagerCosts, SimPageReader, SimPageServer
 from pdmesh.simulation.scenario import MeshSpec
 from pdmesh.simulation.store import SimStore, StoreClient
 from pdmesh.simulation.transport import SimDialer, SimListener, Troubles
@@ -105,24 +104,25 @@ def start_worker(around: Surroundings, name: str) -> SimWorker:
     return process.context.run(build, around, process)
 
 
-def _pages(around: Surroundings, num_pages: int) -> LatentStore:
+def _pages(around: Surroundings, num_pages: int) -> GuardedStore:
     fmt = around.mesh.page_format
-    return LatentStore(num_pages, fmt.num_layers, fmt.page_size, WIDTH, torch.float32)
+    return GuardedStore(num_pages, fmt.num_layers, fmt.page_size, WIDTH)
 
 
-def _kv(store: LatentStore, leases: list[WorkerLease]) -> KvManager:
-    return KvManager(
+def _kv(store: GuardedStore, leases: list[WorkerLease]) -> KvManager:
+    store.books = KvManager(
         store.num_pages,
         PAGE_SIZE,
         on_publish=lambda hashes: leases[0].publish(hashes),
         on_evict=lambda hashes: leases[0].evict(hashes),
     )
+    return store.books
 
 
 def _exchange(
     around: Surroundings,
     process: Process,
-    store: LatentStore,
+    store: GuardedStore,
     kv: KvManager,
     instance: str,
     on_room: Callable[[], None],
@@ -136,7 +136,7 @@ def _exchange(
     def serve(lender: Lent) -> SimPageServer:
         return SimPageServer(around.troubles, process, store, lender)
 
-    reader = SimPageReader(network, around.troubles, process, store)
+    reader = SimPageReader(network, around.troubles, process, store, mesh.read_s)
     exchange = PrefixExchange(
         kv,
         instance,
@@ -148,6 +148,8 @@ def _exchange(
         on_room=on_room,
         clock=around.clock,
     )
+    if mesh.pulling:
+        exchange.fetcher.costs = EagerCosts()
     exchange.start()
     return exchange
 
@@ -215,7 +217,7 @@ def _prefill(around: Surroundings, process: Process) -> SimWorker:
         drain,
         life,
         status,
-        lambda: worker.check_integrity() + exchange.check_integrity(),
+        lambda: worker.check_integrity() + exchange.check_integrity() + store.problems,
         left,
         task,
     )
@@ -307,7 +309,7 @@ def _decode(around: Surroundings, process: Process) -> SimWorker:
         drain,
         life,
         status,
-        lambda: worker.check_integrity() + exchange.check_integrity(),
+        lambda: worker.check_integrity() + exchange.check_integrity() + store.problems,
         left,
         task,
     )

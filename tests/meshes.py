@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,15 +167,26 @@ def contents(store: redis.Redis, key: bytes) -> list[bytes]:
 
 
 @contextmanager
-def running_mesh(*arguments: str, topology: str = ""):
-    """Starts a mesh of its own name and directory, and stops it; yields a ``Mesh``."""
+def running_mesh(
+    *arguments: str,
+    topology: str = "",
+    program: Sequence[str] = ("-m", "pdmesh.launch.cli"),
+    variables: Mapping[str, str] | None = None,
+):
+    """Starts a mesh of its own name and directory, and stops it; yields a ``Mesh``.
+
+    ``program`` may be another than pdmesh's own, and gets ``variables`` in its environment.
+    """
     with tempfile.TemporaryDirectory(prefix="pdmesh-test-") as folder:
         environment = {
             **os.environ,
             "XDG_RUNTIME_DIR": folder,
-            "PYTHONPATH": str(ROOT / ".pythonpath"),
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [str(ROOT / ".pythonpath"), os.environ.get("PYTHONPATH")])
+            ),
+            **(variables or {}),
         }
-        command = [sys.executable, "-P", "-m", "pdmesh.launch.cli", "up", *arguments]
+        command = [sys.executable, "-P", *program, "up", *arguments]
         if topology:
             path = Path(folder) / "mesh.toml"
             path.write_text(topology)

@@ -14,6 +14,7 @@ from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.pull_costs import PullCosts
 from pdmesh.kvtransfer.pull_exchange import PrefixExchange, tcp_transport
 from pdmesh.kvtransfer.pull_loopback import LoopbackPageReader, LoopbackPageServer
+from pdmesh.kvtransfer.pull_shm import shm_transport
 from pdmesh.wire.errors import WorkerLost
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.messages import PageSource
@@ -86,6 +87,9 @@ def exchange_of(kv, store, fmt, name, way_to, transport="loopback", **options):
     if transport == "loopback":
         reader = LoopbackPageReader(store)
         own = (lambda lender: LoopbackPageServer(store, lender), reader)
+    elif transport == "shm":
+        own = shm_transport(store)
+        reader = own[1]
     else:
         own = tcp_transport(store, "127.0.0.1")
         reader = own[1]
@@ -102,7 +106,9 @@ class Worker:
         self.name = name
         self.evicted: list[bytes] = []
         self.kv = KvManager(pages, SIZE, lambda _: None, self.evicted.extend)
-        self.store = LatentStore(pages, FORMAT.num_layers, SIZE, 8, torch.float32)
+        self.store = LatentStore(
+            pages, FORMAT.num_layers, SIZE, 8, torch.float32, shared=transport == "shm"
+        )
         self.store.tensor.fill_(float("nan"))
         self.exchange, self.reader = exchange_of(
             self.kv,

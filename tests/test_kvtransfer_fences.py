@@ -271,3 +271,17 @@ def test_leading_complete_pages_of_a_failed_lease_are_salvaged_once_nothing_can_
     assert rig.receiver.salvage("nobody") == 0
     rig.close()
     listener.run_until_idle()
+
+
+def test_nothing_is_salvaged_of_a_lease_in_which_a_checksum_was_wrong():
+    listener = LoopbackListener(FORMAT, Faults(corrupt=frozenset({2})), manual=True)
+    rig = Rig(listener)
+    transfer = rig.sender.open(rig.lease(pages=(3, 1)))
+    transfer.push_pages(0, 1, [0], rig.source)
+    transfer.push_pages(1, 1, [1], rig.source)
+    listener.run_until_idle()
+    assert rig.receiver._arrivals["a"].state.complete_pages == 1
+    assert rig.receiver.salvage("a") == 0
+    assert rig.receiver.cancel("a")
+    assert rig.receiver.salvage("a") == 0
+    rig.close()

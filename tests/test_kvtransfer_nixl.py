@@ -13,7 +13,7 @@ import pytest
 import torch
 from kvtransfer_rig import FORMAT, PATIENCE, Rig, fin_of
 
-from pdmesh.kvtransfer import nixl
+from pdmesh.kvtransfer import choice, nixl
 from pdmesh.kvtransfer.nixl import NixlDialer, NixlListener
 from pdmesh.kvtransfer.nixl_link import NixlLink
 from pdmesh.kvtransfer.protocol.receiver import Phase
@@ -121,7 +121,7 @@ os._exit(0)
 
 
 def test_without_the_package_it_is_refused_with_a_sentence_and_never_reached(monkeypatch):
-    monkeypatch.setattr(nixl, "_PACKAGE", "no_such_package")
+    monkeypatch.setattr(choice, "NIXL_PACKAGE", "no_such_package")
     with pytest.raises(ConfigError, match=r"not installed \(pip install pdmesh\[nixl\]\)"):
         Rig(NixlListener(FORMAT))
     assert not NixlDialer(torch.empty(0)).reaches("127.0.0.1:1")  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ redis = "redis://10.0.0.5"
 secret_file = "key"
 lease_ttl_s = 2
 drain_s = 7
+transports = ["tcp"]
 log_level = "DEBUG"
 [model]
 path = "../model"
@@ -149,6 +150,7 @@ def test_a_process_is_told_what_the_file_says(tmp_path):
     assert (decode.max_waiting, decode.metrics_port) == (7, 0)
     assert (told["router"].metrics_port, told["router"].admin_file.name) == (9100, "router.admin")
     assert (prefill.drain_s, decode.drain_s) == (7, 7)
+    assert (prefill.transports, decode.transports) == ("tcp", "tcp")
 
 
 def test_a_checkpoint_without_an_mtp_module_needs_no_setting(tmp_path):
@@ -186,6 +188,12 @@ def test_a_whole_number_is_a_number(tmp_path):
         ("[decode]\nworkers = true", "workers is true; it must be a whole number from 1 to 64"),
         ("[mesh]\nport = 70000", "[mesh] port is 70000; it must be a whole number from 0 to 65535"),
         ("[router]\ndeadline_s = nan", "deadline_s is nan; it must be a number from 1 to 86400"),
+        (
+            '[mesh]\ntransports = ["tcp", "rdma"]',
+            "[mesh] transports: there is no transport 'rdma'; allowed are shm, tcp, nixl",
+        ),
+        ("[mesh]\ntransports = []", "[mesh] transports: no transport is left; name at least one"),
+        ("[mesh]\ntransports = 3", "transports is 3; it must be a list of transports, best first"),
         ("[model]\nmtp = 1", "[model] mtp is 1; it must be true or false"),
         (
             '[model]\ndtype = "float8"',

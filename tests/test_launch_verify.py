@@ -7,7 +7,12 @@ import pytest
 
 from pdmesh.launch.verify.cases import MAX_MOVES, Room, cases
 from pdmesh.launch.verify.checks import FAULTS
-from pdmesh.launch.verify.compare import Answer, checksum_difference, difference
+from pdmesh.launch.verify.compare import (
+    Answer,
+    beyond_rounding,
+    checksum_difference,
+    difference,
+)
 from pdmesh.launch.verify.mesh import at_work
 from pdmesh.launch.verify.report import Report, Result
 from pdmesh.wire.hashes import PageFormat
@@ -91,6 +96,46 @@ def test_any_difference_is_named(change, words):
 
 def test_a_missing_answer_is_a_difference():
     assert difference([answer()] * 2, [answer()]) == "1 answers came, 2 were due"
+
+
+def likely(*pairs):
+    """One token's entry: (token, log-probability) from the likeliest on, which is the token."""
+    return pairs[0][1], tuple(t for t, _ in pairs), tuple(p for _, p in pairs)
+
+
+def likely_answer(token, *pairs, **fields):
+    entries = [likely((5, -0.5)), likely(*pairs), likely((7, -0.5))]
+    return answer(token_ids=[5, token, 7], logprobs=entries, **fields)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_near_tie_may_be_decided_the_other_way_and_all_else_may_differ_after_it(greedy):
+    alone = likely_answer(6, (6, -0.69310), (8, -0.69319))
+    moved = likely_answer(8, (8, -0.69315), (6, -0.69317), text="another", finish="stop")
+    assert difference([alone], [moved])
+    assert beyond_rounding([alone], [moved], 1e-3, greedy=greedy) is None
+
+
+def test_another_token_of_the_same_likelihoods_is_wrong_only_where_the_best_is_taken():
+    alone = likely_answer(6, (6, -0.1), (8, -2.4))
+    moved = likely_answer(8, (6, -0.1), (8, -2.4))
+    found = beyond_rounding([alone], [moved], 1e-3, greedy=True)
+    assert found == "token 1 is 8, 2.3 less likely than the best"
+    assert beyond_rounding([alone], [moved], 1e-3, greedy=False) is None
+
+
+def test_likelihoods_apart_are_wrong_whatever_the_token():
+    alone = likely_answer(6, (6, -0.10), (8, -2.4))
+    for token in (6, 8):
+        moved = likely_answer(token, (6, -0.11), (8, -2.4))
+        found = beyond_rounding([alone], [moved], 1e-3, greedy=False)
+        assert found == "the log-probabilities of token 1 are 0.01 apart"
+
+
+def test_equal_tokens_with_another_text_or_a_missing_answer_are_no_rounding():
+    alone = likely_answer(6, (6, -0.1))
+    for moved in ([], [likely_answer(6, (6, -0.1), text="x")]):
+        assert beyond_rounding([alone], moved, 1e-3, greedy=False)
 
 
 def test_pages_are_compared_as_far_as_both_have_them():

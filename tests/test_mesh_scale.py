@@ -1,27 +1,36 @@
 """A real mesh that grows, shrinks and is renewed while answers are streaming.
 
-In exact arithmetic, so that an answer that had to go on elsewhere has the same tokens.
+No answer fails, and each has the tokens that it has when it is left alone.
 """
 
 import asyncio
-import os
 import signal
-import sys
 from contextlib import asynccontextmanager
 
+import grpc
 import meshes
 import pytest
+from checkpoints import random_checkpoint
+from mesh_changes import drain, members, pdmesh, said, started, status, stopped, undrain, until
 from mesh_faults import alive
 
-from pdmesh.registry.store import read_members
+from pdmesh.wire import chat_pb2
 
-PROMPTS = [list(range(300 + 40 * i, 400 + 47 * i)) for i in range(4)]
-TOKENS = 24
+STREAMS = 20
+PROMPTS = [list(range(300 + 40 * i, 350 + 44 * i)) for i in range(STREAMS)]
+TOKENS = 48
+LONG = 600
+PATIENT = "[mesh]\nlease_ttl_s = 20.0\n"
+"""A process that stands still in a test is not taken for dead."""
+MORE = ["prefill-0", "prefill-1", "prefill-2", "decode-0", "decode-1", "decode-2", "decode-3"]
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    with meshes.running_mesh("--arithmetic", "exact", "--drain-s", "60") as running:
+@pytest.fixture(scope="module", params=["exact", pytest.param("fast", marks=pytest.mark.full)])
+def mesh(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("random-model")
+    random_checkpoint(folder, num_hidden_layers=2, max_position_embeddings=4096)
+    arguments = ("--model", str(folder), "--arithmetic", request.param, "--drain-s", "60")
+    with meshes.running_mesh(*arguments, topology=PATIENT) as running:
         yield running
 
 
@@ -36,46 +45,13 @@ async def stub(mesh):
     assert await mesh.problems() == []
 
 
-def environment(mesh) -> dict[str, str]:
-    return {
-        **os.environ,
-        "XDG_RUNTIME_DIR": str(mesh.state_dir.parent.parent),
-        "PYTHONPATH": str(meshes.ROOT / ".pythonpath"),
-    }
-
-
-async def started(mesh, *arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "pdmesh.launch.cli", *arguments),
-        env=environment(mesh),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-
-
-async def pdmesh(mesh, *arguments: str) -> list[str]:
-    """Runs a command that has to succeed; returns the lines it printed."""
-    process = await started(mesh, *arguments)
-    out, _ = await asyncio.wait_for(process.communicate(), 300)
-    assert process.returncode == 0, out.decode() + mesh.log()
-    return out.decode().splitlines()
-
-
-async def ready(mesh) -> set[str]:
-    members = await read_members(mesh.info["redis_url"], mesh.info["name"])
-    return {member.record.worker_id for member in members if member.state == "ready"}
-
-
-async def until(condition, what: str, timeout: float = 120) -> None:
-    async with asyncio.timeout(timeout):
-        while not await condition():
-            await asyncio.sleep(0.1)
-    assert await condition(), what
-
-
 def question(stub, prompt, tokens=TOKENS, **rest):
     return meshes.ask(stub, prompt, max_tokens=tokens, ignore_eos=True, timeout=300, **rest)
+
+
+def sampling(number: int) -> dict:
+    """Every other stream is greedy, the rest is seeded."""
+    return {"temperature": 0.9, "seed": number} if number % 2 else {}
 
 
 @asynccontextmanager
@@ -84,24 +60,28 @@ async def steady_streams(stub):
 
     Yields the answers so far, which go on to grow.
     """
-    quiet = [(await question(stub, prompt)).token_ids for prompt in PROMPTS]
+    quiet = [
+        (await question(stub, prompt, **sampling(number))).token_ids
+        for number, prompt in enumerate(PROMPTS)
+    ]
     over = asyncio.Event()
     answers = []
 
     async def stream(number: int) -> None:
         while not over.is_set():
-            answer = await question(stub, PROMPTS[number])
+            answer = await question(stub, PROMPTS[number], **sampling(number))
             assert answer.token_ids == quiet[number]
             assert answer.finish == "length"
+            assert answer.usage.completion_tokens == TOKENS
             answers.append(answer)
 
     async with asyncio.TaskGroup() as group:
-        for number in range(len(PROMPTS)):
+        for number in range(STREAMS):
             group.create_task(stream(number))
         try:
             yield answers
             seen = len(answers)
-            while len(answers) < seen + len(PROMPTS):  # it still works
+            while len(answers) < seen + STREAMS:  # it still works
                 await asyncio.sleep(0.05)
         finally:
             over.set()
@@ -113,20 +93,21 @@ def served_by(answers, field: str) -> set[str]:
 
 async def test_workers_come_and_go_while_answers_stream(mesh, stub):
     async with steady_streams(stub) as answers:
-        await pdmesh(mesh, "scale", "decode=3", "prefill=2")
-        assert await ready(mesh) == {"prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"}
+        await pdmesh(mesh, "scale", "prefill=3", "decode=4")
+        assert set(await members(mesh)) == set(MORE)
         pids, at = mesh.pids(), len(answers)
 
-        async def new_ones_are_used() -> bool:
+        async def all_are_used() -> bool:
             lately = answers[at:]
             used = served_by(lately, "decode_worker") | served_by(lately, "prefill_worker")
-            return {"decode-2", "prefill-1"} <= used
+            return set(MORE) <= used
 
-        await until(new_ones_are_used, "new workers get no work")
+        await until(all_are_used, "new workers get no work")
         await pdmesh(mesh, "scale", "decode=1", "prefill=1")
-        assert await ready(mesh) == {"prefill-0", "decode-0"}
-        assert not [name for name in ("prefill-1", "decode-1", "decode-2") if alive(pids[name])]
+        assert set(await members(mesh)) == {"prefill-0", "decode-0"}
+        assert not [name for name in set(MORE) - {"prefill-0", "decode-0"} if alive(pids[name])]
     assert answers[-1].timing.decode_worker == "decode-0"
+    assert sum(answer.timing.migrations for answer in answers) > 0
 
 
 async def test_a_rolling_restart_fails_no_answer(mesh, stub):
@@ -135,26 +116,32 @@ async def test_a_rolling_restart_fails_no_answer(mesh, stub):
         lines = await pdmesh(mesh, "restart")
     assert sum(" is replaced by " in line for line in lines) == 3
     after = mesh.pids()
-    workers = await ready(mesh)
+    workers = set(await members(mesh))
     assert len(workers) == 3
     assert not {after[name] for name in workers} & set(before.values())
     assert after["router"] == before["router"]
 
 
+# ---- a worker that joined -----------------------------------------------------------------------
+
+
 @asynccontextmanager
-async def guest(mesh):
+async def guest(mesh, stub, *flags: str):
     """A decode worker that joined, and gets all new work: the others drain."""
-    process = await started(mesh, "serve", "decode", "--join", mesh.info["name"], "--id", "guest")
+    process = await started(
+        mesh, "serve", "decode", "--join", mesh.info["name"], "--id", "guest", *flags
+    )
 
     async def joined() -> bool:
         assert process.returncode is None, (await process.stdout.read()).decode()
-        return "guest" in await ready(mesh)
+        return "guest" in await members(mesh)
 
-    others = sorted(name for name in await ready(mesh) if name.startswith("decode"))
+    others = sorted(name for name in await members(mesh) if name.startswith("decode"))
     try:
         await until(joined, "it does not join")
         for name in others:
             await pdmesh(mesh, "drain", name)
+        await known(stub, 1)
         yield process, others
     finally:
         if process.returncode is None:
@@ -164,38 +151,123 @@ async def guest(mesh):
             await pdmesh(mesh, "drain", name, "--undo")
 
 
+async def known(stub, decode: int) -> None:
+    """Waits until the router would send new answers to so many decode workers."""
+
+    async def counted() -> bool:
+        (card,) = (await stub.ListModels(chat_pb2.ListModelsRequest(), timeout=30)).models
+        return card.decode_workers == decode
+
+    await until(counted, "the router sees other workers")
+
+
+async def taken_back(mesh, stub, others) -> None:
+    """Lets the others take new work again, and the router know."""
+    for name in others:
+        await undrain(mesh, name)
+    await known(stub, len(others) + 1)
+
+
+async def cut_short(mesh, process) -> None:
+    """Two SIGTERMs: the guest ends though an answer is left, which nobody could move meanwhile."""
+    with stopped(mesh.pids()["router"]):
+        process.send_signal(signal.SIGTERM)
+        await said(process, "event=draining")
+        process.send_signal(signal.SIGTERM)
+        assert 'left="1 answer"' in await said(process, "event=drain_cut")
+
+
+def asking(stub, prompt, tokens):
+    return meshes.asking(stub, prompt, max_tokens=tokens, ignore_eos=True, timeout=300)
+
+
+async def ended_well(mesh, process) -> None:
+    assert await asyncio.wait_for(process.wait(), 60) == 0
+    assert "guest" not in await members(mesh)
+
+
 async def test_a_worker_that_joined_serves_and_finishes_what_it_has_at_sigterm(mesh, stub):
     quiet = (await question(stub, PROMPTS[1], 100)).token_ids
-    async with guest(mesh) as (process, _):
-        async with meshes.asking(stub, PROMPTS[1], max_tokens=100, ignore_eos=True) as (task, told):
+    async with guest(mesh, stub) as (process, _):
+        async with asking(stub, PROMPTS[1], 100) as (task, told):
             await meshes.first_token(task, told)
             process.send_signal(signal.SIGTERM)
             answer = await task
-        assert answer.token_ids == quiet
-        assert answer.timing.decode_worker == "guest"
-        assert await asyncio.wait_for(process.wait(), 60) == 0
-        assert "guest" not in await ready(mesh)
+        await ended_well(mesh, process)
+    assert answer.token_ids == quiet
+    assert answer.timing.decode_worker == "guest"
 
 
 async def test_a_second_sigterm_ends_a_worker_and_its_answer_goes_on_elsewhere(mesh, stub):
-    quiet = (await question(stub, PROMPTS[2], 300)).token_ids
-    async with guest(mesh) as (process, others):
-        async with meshes.asking(
-            stub, PROMPTS[2], max_tokens=300, ignore_eos=True, timeout=300
-        ) as (task, told):
+    quiet = (await question(stub, PROMPTS[2], LONG)).token_ids
+    async with guest(mesh, stub) as (process, others):
+        async with asking(stub, PROMPTS[2], LONG) as (task, told):
             await meshes.first_token(task, told)
-            for name in others:
-                await pdmesh(mesh, "drain", name, "--undo")
-            process.send_signal(signal.SIGTERM)
-
-            async def draining() -> bool:
-                return "guest" not in await ready(mesh)
-
-            await until(draining, "it does not drain")
-            process.send_signal(signal.SIGTERM)
-            await asyncio.wait_for(process.wait(), 60)
+            await taken_back(mesh, stub, others)
+            await cut_short(mesh, process)
             answer = await task
-        assert answer.token_ids == quiet
+        await ended_well(mesh, process)
+    assert answer.token_ids == quiet
+    assert answer.timing.decode_worker in others
+    assert (answer.timing.attempts, answer.timing.migrations) == (2, 0), mesh.log()
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+async def test_a_promise_of_a_worker_that_ends_before_the_pages_come_is_made_elsewhere(
+    mesh, stub, elsewhere
+):
+    """Or fails by name, where there is no other worker."""
+    quiet = (await question(stub, PROMPTS[3], 8)).token_ids
+    async with guest(mesh, stub) as (process, others), asking(stub, PROMPTS[3], 8) as (task, _):
+        with stopped(mesh.pids()["prefill-0"]):
+
+            async def promised() -> bool:
+                return (await status(mesh, "guest")).leases == 1
+
+            await until(promised, "nothing is reserved")
+            if elsewhere:
+                await taken_back(mesh, stub, others)
+            await cut_short(mesh, process)
+        if elsewhere:
+            answer = await task
+            assert answer.token_ids == quiet
+            assert answer.timing.decode_worker in others
+        else:
+            with pytest.raises(grpc.aio.AioRpcError, match="no decode worker is ready"):
+                await task
+        await ended_well(mesh, process)
+
+
+async def test_the_last_decode_worker_finishes_its_answers_or_fails_them_when_time_is_over(
+    mesh, stub
+):
+    async with guest(mesh, stub, "--drain-s", "0.2") as (process, _):
+        async with asking(stub, PROMPTS[4], 3000) as (task, told):
+            await meshes.first_token(task, told)
+            process.send_signal(signal.SIGTERM)
+            assert "0.2 s are over" in await said(process, "event=drain_cut")
+            with pytest.raises(grpc.aio.AioRpcError, match="no decode worker is ready"):
+                await task
+        await ended_well(mesh, process)
+
+
+async def test_a_worker_that_drains_goes_on_lending_its_pages(mesh, stub):
+    prompt = list(range(3000, 3640))
+    quiet = await question(stub, prompt, 8)
+    owner = quiet.timing.decode_worker
+    (other,) = (n for n in await members(mesh) if n.startswith("decode") and n != owner)
+    before = (await status(mesh, other)).pulled_pages
+    await drain(mesh, owner)
+    try:
+        await known(stub, 1)
+        again = await question(stub, prompt, 8)
+        assert again.token_ids == quiet.token_ids
+        assert again.timing.decode_worker == other
+        assert (await status(mesh, other)).pulled_pages > before
+        assert (await status(mesh, owner)).problems == ()
+    finally:
+        await undrain(mesh, owner)
+        await known(stub, 2)
 
 
 async def test_a_client_that_stops_watching_does_not_stop_a_scale(mesh, stub):
@@ -207,6 +279,6 @@ async def test_a_client_that_stops_watching_does_not_stop_a_scale(mesh, stub):
     assert "the change goes on in the mesh" in out.decode()
 
     async def three() -> bool:
-        return sum(name.startswith("decode") for name in await ready(mesh)) == 3
+        return sum(name.startswith("decode") for name in await members(mesh)) == 3
 
     await until(three, "the scale was given up")

@@ -226,6 +226,20 @@ async def test_after_sigterm_a_worker_lends_pages_but_takes_nothing_new_until_no
         assert worker.lease.calls == ["start", "ready", "drain", "close"]
 
 
+async def test_a_worker_with_nothing_left_refuses_by_name_before_it_ends(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr("pdmesh.registry.host.SEEN_S", 60.0)
+    async with serving() as (worker, client):
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(30):
+            while not any(r.getMessage() == "drained" for r in caplog.records):
+                await asyncio.sleep(0.01)
+        with pytest.raises(Draining, match="decode-0 is draining"):
+            await ask(client, "Reserve")
+        os.kill(os.getpid(), signal.SIGTERM)  # routers may not have heard, and it ends at once
+        await asyncio.wait_for(worker.running, 30)
+
+
 async def test_what_waits_at_a_draining_worker_is_handed_back_with_the_same_error():
     async with serving() as (worker, client):
         waiting = asyncio.ensure_future(ask(client, "Reserve"))

@@ -20,7 +20,6 @@ import msgspec
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.messages import StreamRequest, TokenChunk, WorkerRecord
 
-
 HANDOFF_ABORTED = "the handoff was aborted"
 """Reason of a Release by the source: a target that generates already takes no notice of it."""
 
@@ -114,6 +113,8 @@ class Adoption(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     instance: str
     have_pages: int
     """Leading pages that are here already."""
+    transports: tuple[tuple[str, str], ...] = ()
+    """Where pages will go, best first, so that the source can connect while the answer goes on."""
 
 
 class RoundRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -33,6 +33,13 @@ class Case:
     def n(self) -> int:
         return int(self.sampling.get("n", 1))
 
+    @property
+    def plainly_greedy(self) -> bool:
+        """Whether the likeliest token is always the one, with nothing that shifts likelihoods."""
+        shifts = {"frequency_penalty", "presence_penalty", "repetition_penalty"}
+        allowed = not self.json_schema and not shifts & self.sampling.keys()
+        return allowed and self.sampling.get("temperature") == 0.0
+
 
 @dataclass(frozen=True)
 class Room:

@@ -49,6 +49,49 @@ def _difference(alone: Answer, moved: Answer) -> str | None:
     return None
 
 
+def beyond_rounding(
+    alone: list[Answer], moved: list[Answer], tolerance: float, *, greedy: bool
+) -> str | None:
+    """As ``difference``, of answers that another arithmetic computed on with; None within rounding.
+
+    Log-probabilities may differ by ``tolerance``. So a token may be another one where two were
+    nearly as likely (``greedy``), or a random number fell nearly between two; what follows such a
+    token is not compared.
+    """
+    if len(alone) != len(moved):
+        return difference(alone, moved)
+    for one, other in zip(alone, moved, strict=True):
+        found = _beyond_rounding(one, other, tolerance, greedy)
+        if found is not None:
+            return found
+    return None
+
+
+def _beyond_rounding(alone: Answer, moved: Answer, tolerance: float, greedy: bool) -> str | None:
+    pairs = zip(alone.token_ids, moved.token_ids, strict=False)
+    fork = next((i for i, (left, right) in enumerate(pairs) if left != right), None)
+    end = None if fork is None else fork + 1
+    entries = zip(alone.logprobs[:end], moved.logprobs[:end], strict=False)
+    for position, (left, right) in enumerate(entries):
+        here, there = _by_token(left), _by_token(right)
+        off = max((abs(here[t] - there[t]) for t in here.keys() & there.keys()), default=0.0)
+        if off > tolerance:
+            return f"the log-probabilities of token {position} are {off:.2g} apart"
+    if fork is None:
+        same = Answer(alone.token_ids, [], alone.text, alone.finish)
+        return _difference(same, Answer(moved.token_ids, [], moved.text, moved.finish))
+    if greedy and fork < len(alone.logprobs):
+        found = _by_token(alone.logprobs[fork])
+        gap = max(found.values()) - found.get(moved.token_ids[fork], float("-inf"))
+        if gap > 2 * tolerance:
+            return f"token {fork} is {moved.token_ids[fork]}, {gap:.2g} less likely than the best"
+    return None
+
+
+def _by_token(entry: tuple[float, tuple[int, ...], tuple[float, ...]]) -> dict[int, float]:
+    return dict(zip(entry[1], entry[2], strict=True))
+
+
 def checksum_difference(
     source: tuple[str, tuple[int, ...]], target: tuple[str, tuple[int, ...]]
 ) -> str | None:

@@ -1,0 +1,124 @@
+"""One established NVSHMEM connection: puts with signals, and the notices that follow them."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pdmesh.kvcache.store import tensor_bytes
+from pdmesh.kvtransfer.checks import checked_units, checksum
+from pdmesh.kvtransfer.frames import BadFrame, Credit, to_frame
+from pdmesh.kvtransfer.shm_link import PlacedLink
+from pdmesh.kvtransfer.stream_link import StreamLink, send_all
+from pdmesh.kvtransfer.transport import Destination, Drained, FinMessage, Message, Write
+
+if TYPE_CHECKING:
+    from pdmesh.kvtransfer.nvshmem import NvshmemJob
+
+_SIGNAL_ADD = 10
+"""NVSHMEM_SIGNAL_ADD."""
+_LANDED_SECONDS = 5.0
+_POLL_SECONDS = 2e-5
+
+
+class NvshmemLink(PlacedLink):
+    """The sender's end. A write is over when its puts have left this device's memory."""
+
+    takes_device = True
+    batch_bytes = 1 << 30
+    pool = 0
+    """Address of this side's pool, and so of the receiver's there."""
+    signal = 0
+    """Symmetric address of the receiver's counter for this connection."""
+    rank = 0
+    """Of the receiver in the job."""
+    stream: Any = None
+
+    def start(self) -> None:
+        self._putting = threading.Lock()
+        self._bindings = importlib.import_module("nvshmem.bindings")
+        super().start()
+
+    def close(self, reason: str) -> None:
+        if self._begin_close(reason):
+            with self._putting:  # after this nothing is put any more
+                self._shut()
+
+    def _post(self, batch: list[Message | Credit]) -> None:
+        """All puts of a batch, one wait for them, then its messages in order."""
+        frames: list[Message | Credit] = []
+        with self._putting, torch.cuda.stream(self.stream):
+            if self._closed:
+                raise OSError("the connection is closed")
+            for message in batch:
+                if isinstance(message, Write):
+                    place = self._places[message.lease_id, message.generation]
+                    self._put_block(message, place)
+                    crcs = self._crcs(message, place)
+                    frames.append(replace(message, pieces=(), device=(), crcs=crcs))
+                else:
+                    frames.append(message)
+            self.stream.synchronize()
+        send_all(self._sock, [part for frame in frames for part in to_frame(frame)])
+        for frame in frames:
+            if isinstance(frame, FinMessage | Drained):
+                self._places.pop((frame.lease_id, frame.generation), None)
+
+    def _put_block(self, write: Write, place: Destination) -> None:
+        if len(write.device) != write.pages:
+            raise OSError("only pages of the job's symmetric memory can be put")
+        first = place.index(write.page)
+        self.stream.wait_event(write.device[0].ready)
+        for page_id, piece in zip(place.page_ids[first:], write.device, strict=False):
+            start = (page_id * place.num_layers + write.layer) * self._page_layer_bytes
+            self._bindings.putmem_signal_on_stream(
+                self.pool + start,
+                piece.address,
+                piece.nbytes,
+                self.signal,
+                1,
+                _SIGNAL_ADD,
+                self.rank,
+                self.stream.cuda_stream,
+            )
+
+    def _crcs(self, write: Write, place: Destination) -> tuple[int, ...]:
+        checked = list(checked_units(write, place, self.check_every))
+        if not checked:
+            return ()
+        taken = tensor_bytes(
+            torch.stack([write.device[page].tensor[layer] for page, layer in checked])
+        )
+        size = self._page_layer_bytes
+        return tuple(checksum(taken[at : at + size]) for at in range(0, len(taken), size))
+
+
+class NvshmemReceiverLink(StreamLink):
+    """The receiver's end: a notice counts once the counter says that its pieces have landed."""
+
+    one_sided = True
+    asks_places = True
+    job: NvshmemJob
+    counter = 0
+    _announced = 0
+
+    def _deliver(self, message: Message) -> None:
+        if isinstance(message, Write):
+            self._announced += message.pages
+            self._await_landed()
+        super()._deliver(message)
+
+    def _await_landed(self) -> None:
+        deadline = time.monotonic() + _LANDED_SECONDS
+        while self.job.landed(self.counter) < self._announced:
+            if self._closed or time.monotonic() > deadline:
+                raise BadFrame("the pieces of a write did not land")
+            time.sleep(_POLL_SECONDS)
+
+    def _release(self) -> None:
+        self.job.give_counter(self.counter)

@@ -1,0 +1,112 @@
+"""What tests do to a running mesh: the commands that change it, and signals to its processes."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager, suppress
+
+import meshes
+
+from pdmesh.registry.store import Member, read_members
+from pdmesh.wire.errors import PdmeshError
+from pdmesh.wire.handoff import DrainRequest
+from pdmesh.wire.messages import Empty, WorkerRecord, WorkerStatus
+from pdmesh.wire.rpc import Client
+
+
+def environment(mesh) -> dict[str, str]:
+    return {
+        **os.environ,
+        "XDG_RUNTIME_DIR": str(mesh.state_dir.parent.parent),
+        "PYTHONPATH": str(meshes.ROOT / ".pythonpath"),
+    }
+
+
+async def started(mesh, *arguments: str) -> asyncio.subprocess.Process:
+    """Starts a ``pdmesh`` command; its output can be read."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "pdmesh.launch.cli", *arguments),
+        env=environment(mesh),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+
+
+async def pdmesh(mesh, *arguments: str) -> list[str]:
+    """Runs a command that has to succeed; returns the lines it printed."""
+    process = await started(mesh, *arguments)
+    out, _ = await asyncio.wait_for(process.communicate(), 300)
+    assert process.returncode == 0, out.decode() + mesh.log()
+    return out.decode().splitlines()
+
+
+async def members(mesh) -> dict[str, WorkerRecord]:
+    """The workers that are ready, by name."""
+    return {m.record.worker_id: m.record for m in await _listed(mesh) if m.state == "ready"}
+
+
+async def _listed(mesh, tries: int = 10) -> list[Member]:
+    """All workers in the store, which on a busy machine may need to be asked again."""
+    for _ in range(tries - 1):
+        with suppress(PdmeshError):
+            return await read_members(mesh.info["redis_url"], mesh.info["name"])
+    return await read_members(mesh.info["redis_url"], mesh.info["name"])
+
+
+async def drain(mesh, name: str) -> None:
+    """Has a worker take nothing new; does not wait until it is empty."""
+    await _call(mesh, name, "Drain", DrainRequest(reason="a test"))
+
+
+async def undrain(mesh, name: str) -> None:
+    await _call(mesh, name, "Undrain", Empty())
+
+
+async def status(mesh, name: str) -> WorkerStatus:
+    return await _call(mesh, name, "Status", Empty())
+
+
+async def _call(mesh, name: str, method: str, request) -> WorkerStatus:
+    record = next(m.record for m in await _listed(mesh) if m.record.worker_id == name)
+    client = Client(record.address, record.role)
+    try:
+        return await client.unary(method, request, WorkerStatus, timeout=30)
+    finally:
+        await client.close()
+
+
+async def until(condition, what: str, timeout: float = 120) -> None:
+    """Waits until ``condition()`` is true; ``what`` says what is wrong if that never comes."""
+    deadline = time.monotonic() + timeout
+    while not await condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.1)
+
+
+async def said(process, text: str, timeout: float = 60) -> str:
+    """Reads what a process prints up to a line with ``text``; returns it."""
+    async with asyncio.timeout(timeout):
+        while line := (await process.stdout.readline()).decode():
+            if text in line:
+                return line
+    raise AssertionError(f"it ended without {text!r}")
+
+
+@contextmanager
+def stopped(pid: int):
+    """A process that stands still meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def resident_mib(pid: int) -> float:
+    """Memory that a process has in use and shares with no other, in MiB."""
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        sizes = {line.split()[0]: int(line.split()[1]) for line in list(file)[1:]}
+    return (sizes["Private_Clean:"] + sizes["Private_Dirty:"]) / 1024
