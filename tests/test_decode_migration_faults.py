@@ -184,7 +184,7 @@ def round_of(worker):
 
 async def test_pages_of_a_stalled_round_stay_in_quarantine_until_it_has_drained():
     async with rig(**OPTIONS, one_sided=True, prefills=1) as mesh:
-        mesh.decodes[1].listener.faults = Faults(stall_after=3)
+        mesh.decodes[1].listener.faults = Faults(stall_after=1)
         answer, running = await one(mesh, length=70)
         await until(lambda: mesh.decodes[1].worker.leases)
         await until(lambda: ("AdoptRound", "decode1") in mesh.calls)

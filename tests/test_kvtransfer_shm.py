@@ -45,6 +45,9 @@ def shm_rig(page_format=FORMAT, check_every=1, **options):
     finally:
         rig.close()
         assert rig.problems() == []
+        deadline = time.monotonic() + PATIENCE
+        while rig.sender.num_transfers and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert rig.sender.num_transfers == 0
 
 

@@ -28,10 +28,9 @@ def place(mesh) -> Place:
     )
 
 
-async def verified(mesh, count, *, faults=False, seed=0):
-    report = await verify(
-        place(mesh), VerifyOptions(count=count, faults=faults, seed=seed), lambda *_: None
-    )
+async def verified(mesh, count, *, faults=False):
+    options = VerifyOptions(count=count, faults=faults, at_once=8 if count > 100 else 3)
+    report = await verify(place(mesh), options, lambda *_: None)
     assert report.ok, report.as_text() + mesh.log()
     return report
 

@@ -371,15 +371,16 @@ async def test_pages_that_a_failed_step_has_pushed_are_not_pushed_again():
 
         def opened(lease):
             transfer = really(lease)
-            push = transfer.push
+            push = transfer.push_layer_of
 
-            def faulty(page, layer, data):
-                if layer == 1 and page == 1:
+            def faulty(store, first, layer, page_ids):
+                if layer == 1 and first <= 1 < first + len(page_ids):
+                    push(store, first, layer, page_ids[: 1 - first])
                     raise RuntimeError("a broken link")
-                push(page, layer, data)
+                push(store, first, layer, page_ids)
 
             if lease.lease_id == broken.lease_id:
-                transfer.push = faulty
+                transfer.push_layer_of = faulty
             return transfer
 
         broken = await mesh.reserve(bad, decode=1)

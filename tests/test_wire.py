@@ -55,6 +55,7 @@ def test_the_msgpack_package_reads_what_msgspec_writes():
         attempt=1, position=3, token_ids=(5, 6), logprobs=(TokenLogprobs(logprob=-0.5),)
     )
     assert msgpack.unpackb(encode(chunk)) == {
+        "type": "tokens",
         "attempt": 1,
         "position": 3,
         "token_ids": [5, 6],

@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="key of a mesh elsewhere; without it pages are not compared",
     )
     parser.add_argument("--cases", type=int, default=40, metavar="N", help="default: 40")
+    parser.add_argument(
+        "--at-once", type=int, default=3, metavar="N", help="cases under way at a time (default: 3)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the cases (default: 0)")
     parser.add_argument(
         "--faults", action="store_true", help="kill and pause workers (a mesh of this machine)"

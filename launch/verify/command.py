@@ -19,10 +19,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command. Returns 0 if the mesh is verified, else 1."""
     if arguments.cases < 1:
         raise ConfigError(f"--cases is {arguments.cases}; at least one is needed")
+    if arguments.at_once < 1:
+        raise ConfigError(f"--at-once is {arguments.at_once}; at least one is needed")
     options = VerifyOptions(
         count=arguments.cases,
         faults=arguments.faults,
         seed=arguments.seed,
+        at_once=arguments.at_once,
         command=shlex.join(["pdmesh", *sys.argv[1:]]),
     )
     report = asyncio.run(verify(place_of(arguments), options, show_progress))

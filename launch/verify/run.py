@@ -21,9 +21,6 @@ from pdmesh.launch.verify.mesh import MeshUnderTest, Place, mesh_under_test
 from pdmesh.launch.verify.report import Report, Result
 from pdmesh.wire.errors import ConfigError
 
-_AT_ONCE = 3
-"""Cases under way at a time: each is in a batch with the others."""
-
 
 @dataclass(frozen=True)
 class VerifyOptions:
@@ -33,12 +30,14 @@ class VerifyOptions:
         count: cases that are moved about; a quarter of them is also asked for twice.
         faults: kill and pause the workers of the mesh, which must be this machine's.
         seed: of the cases.
+        at_once: cases under way at a time: each is in a batch with the others.
         command: that repeats the run.
     """
 
     count: int = 40
     faults: bool = False
     seed: int = 0
+    at_once: int = 3
     command: str = "pdmesh verify"
 
 
@@ -80,8 +79,8 @@ async def verify(place: Place, options: VerifyOptions, progress: Progress) -> Re
             report.results.append(result)
             progress(len(report.results), total, result)
 
-        await _several(check_handoff, mesh, twice, note)
-        await _several(check_move, mesh, found, note)
+        await _several(check_handoff, mesh, twice, note, options.at_once)
+        await _several(check_move, mesh, found, note, options.at_once)
         note(await check_rest(mesh))
         for fault, case in faulty:
             note(await check_fault(mesh, case, fault))
@@ -98,8 +97,9 @@ async def _several(
     mesh: MeshUnderTest,
     found: Sequence[Case],
     note: Callable[[Result], None],
+    at_once: int,
 ) -> None:
-    """Checks cases, a few at a time, and notes the results as they come."""
+    """Checks cases, ``at_once`` at a time, and notes the results as they come."""
     waiting: Iterator[Case] = iter(found)
 
     async def work() -> None:
@@ -107,7 +107,7 @@ async def _several(
             note(await check(mesh, case))
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(_AT_ONCE):
+        for _ in range(at_once):
             group.create_task(work())
 
 
