@@ -212,6 +212,7 @@ async def test_a_second_sigterm_ends_a_worker_and_its_answer_goes_on_elsewhere(m
     assert (answer.timing.attempts, answer.timing.migrations) == (2, 0), mesh.log()
 
 
+@pytest.mark.full  # when the second SIGTERM comes decides; it has failed on a busy machine
 @pytest.mark.parametrize("elsewhere", [True, False])
 async def test_a_promise_of_a_worker_that_ends_before_the_pages_come_is_made_elsewhere(
     mesh, stub, elsewhere
