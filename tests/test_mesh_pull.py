@@ -39,7 +39,8 @@ async def second_turn(mesh, stub, seed, kill=False):
     again = await meshes.ask(stub, longer, max_tokens=12)
     cold = await meshes.ask(stub, longer, max_tokens=12, tenant="other")
     assert again.token_ids == cold.token_ids
-    after = (await by_name(mesh))["prefill-0"]
+    async with mesh.watch() as statuses:  # a killed worker does not answer yet
+        (after,) = await statuses("prefill-0")
     return after.pulled_pages - before["prefill-0"].pulled_pages
 
 

@@ -198,6 +198,7 @@ async def test_a_worker_that_joined_serves_and_finishes_what_it_has_at_sigterm(m
     assert answer.timing.decode_worker == "guest"
 
 
+@pytest.mark.full  # as the one below
 async def test_a_second_sigterm_ends_a_worker_and_its_answer_goes_on_elsewhere(mesh, stub):
     quiet = (await question(stub, PROMPTS[2], LONG)).token_ids
     async with guest(mesh, stub) as (process, others):
