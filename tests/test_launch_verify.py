@@ -1,7 +1,11 @@
 """``pdmesh verify`` without a mesh: its cases, its judgement, its reports."""
 
 import json
+import os
+import subprocess
+import sys
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
@@ -217,3 +221,23 @@ def test_there_is_a_fault_for_each_side_of_a_move_and_for_none():
         (True, "target"),
     }
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+
+
+def test_in_a_suite_of_somebody_else_a_mesh_that_does_not_run_is_a_sentence(tmp_path):
+    command = [sys.executable, "-m", "pytest", "-p", "pdmesh.launch.verify.pytest_plugin"]
+    told = subprocess.run(
+        [*command, "--rootdir", str(tmp_path), "--pdmesh-verify", "nowhere", str(tmp_path)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).resolve().parent.parent / ".pythonpath"),
+            "XDG_RUNTIME_DIR": str(tmp_path),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 1
+    assert "3 failed" in told.stdout
+    assert "nowhere" in told.stdout
+    assert "Traceback" not in told.stdout

@@ -15,7 +15,8 @@ from pdmesh.launch.verify.asking import Asked, Disturb, ask
 from pdmesh.launch.verify.cases import Case
 from pdmesh.launch.verify.compare import beyond_rounding, checksum_difference, difference
 from pdmesh.launch.verify.mesh import MeshUnderTest, new_tenant
-from pdmesh.launch.verify.report import Result
+from pdmesh.launch.verify.report import Result, Verdict
+from pdmesh.wire.admin import MoveReport
 from pdmesh.wire.errors import PdmeshError
 from pdmesh.wire.ids import new_request_id
 
@@ -119,7 +120,8 @@ async def check_fault(mesh: MeshUnderTest, case: Case, fault: Fault) -> Result:
                 mesh.stub, case, new_request_id(), new_tenant(), stop=stop, disturb=disturb
             )
         except PdmeshError as error:
-            return Result("faults", name, "passed", f"ended with an error: {error.message}")
+            verdict: Verdict = "passed" if moves.disturbed else "failed"
+            return Result("faults", name, verdict, f"ended with an error: {error.message}")
         if moved.problems:
             return Result("faults", name, "not tried", "; ".join(moved.problems))
         wrong = difference(alone.answers, moved.answers)
@@ -159,6 +161,8 @@ class Moves:
         self._mesh = mesh
         self.pauses_ms: list[float] = []
         self.refusals: list[str] = []
+        self.disturbed = False
+        """A fault was done meanwhile."""
 
     async def at_point(self, request_id: str, point: int) -> None:
         """Has all answers of the request moved once."""
@@ -213,9 +217,13 @@ def _injector(mesh: MeshUnderTest, fault: Fault, moves: Moves) -> Disturb:
             raise PdmeshError("the answer was over before, or there is one decode worker only")
         victim = source if fault.victim == "source" else others[0]
         target = others[0]
+        pid = mesh.place.pids().get(victim)
+        if pid is None:
+            raise PdmeshError(f"{victim} is no process of this machine's mesh")
         move = asyncio.create_task(mesh.move(request_id, target)) if fault.moving else None
-        await asyncio.sleep(0)
-        pid = mesh.place.pids()[victim]
+        if move is not None:
+            await _under_way(mesh, request_id, move)
+        moves.disturbed = True
         os.kill(pid, fault.number)
         if fault.number is signal.SIGSTOP:
             await asyncio.sleep(PAUSED_S)
@@ -227,6 +235,14 @@ def _injector(mesh: MeshUnderTest, fault: Fault, moves: Moves) -> Disturb:
                 moves.pauses_ms += [r.pause_ms for r in reports if r.state == "moved"]
 
     return inject
+
+
+async def _under_way(
+    mesh: MeshUnderTest, request_id: str, move: asyncio.Task[list[MoveReport]]
+) -> None:
+    """Returns when the router has begun to move the answer, or is through with it."""
+    while not move.done() and await mesh.phase(request_id) == "running":
+        await asyncio.sleep(0)
 
 
 async def _recovered(mesh: MeshUnderTest) -> str:

@@ -13,7 +13,7 @@ import grpc
 
 from pdmesh.registry.store import read_members
 from pdmesh.wire import chat_pb2, chat_pb2_grpc
-from pdmesh.wire.admin import AnswerList, MoveOrder, MoveReport
+from pdmesh.wire.admin import AnswerList, AnswerPhase, MoveOrder, MoveReport, RunningAnswer
 from pdmesh.wire.errors import ConfigError, PdmeshError, Unavailable
 from pdmesh.wire.handoff import ChecksumsRequest, PageChecksums
 from pdmesh.wire.hashes import page_hashes, root_hash
@@ -82,9 +82,17 @@ class MeshUnderTest:
 
     async def holder(self, request_id: str) -> str | None:
         """Name of the decode worker that generates the first answer of a request, if one does."""
+        answer = await self._running(request_id)
+        return None if answer is None else answer.worker_id
+
+    async def phase(self, request_id: str) -> AnswerPhase | None:
+        """How far that answer is; None if it is over."""
+        answer = await self._running(request_id)
+        return None if answer is None else answer.phase
+
+    async def _running(self, request_id: str) -> RunningAnswer | None:
         answers = await self._router.unary("Answers", Empty(), AnswerList, timeout=_CALL_S)
-        found = (a.worker_id for a in answers.answers if a.request_id == request_id)
-        return next(found, None)
+        return next((a for a in answers.answers if a.request_id == request_id), None)
 
     async def move(self, request_id: str, target: str = "") -> list[MoveReport]:
         """Has the running answers of a request moved; how each of them went.

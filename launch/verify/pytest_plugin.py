@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pdmesh.wire.errors import PdmeshError
+
 if TYPE_CHECKING:
     from pdmesh.launch.verify.report import Report, Result
 
@@ -84,7 +86,7 @@ class VerifyItem(pytest.Item):
         self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None
     ) -> str:
         """The sentences alone."""
-        if isinstance(excinfo.value, VerifyFailed):
+        if isinstance(excinfo.value, VerifyFailed | PdmeshError):
             return str(excinfo.value)
         return str(super().repr_failure(excinfo))
 
