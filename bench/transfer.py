@@ -215,7 +215,7 @@ class Bench:
 
     def layers(self, transfer: Transfer, pages: int) -> None:
         for layer in range(self.fmt.num_layers):
-            transfer.push_layer(0, layer, self.source.views(self.page_ids(pages), layer, 1))
+            transfer.push_layer(self.source, 0, layer, self.page_ids(pages))
 
     def single(self, transfer: Transfer, pages: int) -> None:
         ids = self.page_ids(pages)

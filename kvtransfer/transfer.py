@@ -88,17 +88,13 @@ class Transfer:
         view = tensor_bytes(data) if isinstance(data, torch.Tensor) else data.cast("B")
         self._push_block(page_index, layer, 1, (view,))
 
-    def push_layer(self, first: int, layer: int, pieces: Sequence[memoryview]) -> None:
-        """Queues one layer of several pages: ``first`` and those after it. See ``push``."""
-        step = max(1, MAX_BLOCK_BYTES // self._size)
-        for start in range(0, len(pieces), step):
-            block = tuple(pieces[start : start + step])
-            self._push_block(first + start, layer, 1, block)
-
-    def push_layer_of(
+    def push_layer(
         self, store: LatentStore, first: int, layer: int, page_ids: Sequence[int]
     ) -> None:
-        """``push_layer`` of pages of ``store``; call it after the work that fills them."""
+        """Queues one layer of several pages: ``first`` and those after it. See ``push``.
+
+        ``page_ids`` are where they are in ``store``. Call it after the work that fills them.
+        """
         step = max(1, MAX_BLOCK_BYTES // self._size)
         for start in range(0, len(page_ids), step):
             self._push_held(store, first + start, layer, 1, page_ids[start : start + step])

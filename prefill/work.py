@@ -201,7 +201,7 @@ class Work:
         complete = end // size if end < self.job.num_tokens else self.request.lease.num_pages
         first = self.pushed[layer]
         if first < complete:
-            self.transfer.push_layer_of(self.store, first, layer, page_table[first:complete])
+            self.transfer.push_layer(self.store, first, layer, page_table[first:complete])
             self.pushed[layer] = complete
 
     def publish(self, end: int) -> None:

@@ -89,7 +89,7 @@ class Peer:
             transfer.push_pages(first, len(pages), pages)
         else:
             for layer in range(LAYERS if part == "all" else LAYERS - 1):
-                transfer.push_layer_of(self.store, first, layer, pages)
+                transfer.push_layer(self.store, first, layer, pages)
         if part == "abort":
             transfer.abort("stopped on purpose")
             return "aborted"

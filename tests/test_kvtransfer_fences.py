@@ -58,8 +58,8 @@ def test_layers_of_several_pages_arrive_between_whole_pages_and_single_units(any
     with anywhere() as rig:
         lease = rig.lease(pages=(3, 1, 5, 0, 2))
         transfer = rig.sender.open(lease)
-        transfer.push_layer(0, 1, rig.source.views([0, 1, 2], 1, 1))
-        transfer.push_layer(0, 0, rig.source.views([0, 1, 2], 0, 1))
+        transfer.push_layer(rig.source, 0, 1, [0, 1, 2])
+        transfer.push_layer(rig.source, 0, 0, [0, 1, 2])
         transfer.push_pages(3, 1, [3])
         rig.push(transfer, 4, 1)
         rig.push(transfer, 4, 0)

@@ -371,7 +371,7 @@ async def test_pages_that_a_failed_step_has_pushed_are_not_pushed_again():
 
         def opened(lease):
             transfer = really(lease)
-            push = transfer.push_layer_of
+            push = transfer.push_layer
 
             def faulty(store, first, layer, page_ids):
                 if layer == 1 and first <= 1 < first + len(page_ids):
@@ -380,7 +380,7 @@ async def test_pages_that_a_failed_step_has_pushed_are_not_pushed_again():
                 push(store, first, layer, page_ids)
 
             if lease.lease_id == broken.lease_id:
-                transfer.push_layer_of = faulty
+                transfer.push_layer = faulty
             return transfer
 
         broken = await mesh.reserve(bad, decode=1)
