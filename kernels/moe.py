@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.kernels.activation import silu_mul
-from pdmesh.kernels.linear import padded_rows
+from pdmesh.kernels.linear import padded_rows, reads_on
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ def routed_experts(
 
 def _grouped_linear(x: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
     """x [rows, k], grouped by expert, times weights [experts, m, k] transposed: [rows, m]."""
+    if reads_on(x):
+        return _grouped_linear(x.float(), weights.float(), order).to(x.dtype)
     output = x.new_empty((x.shape[0], weights.shape[1]))
     for expert, begin, end in order.groups:
         torch.mm(x[begin:end], weights[expert].t(), out=output[begin:end])

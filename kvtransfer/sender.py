@@ -135,10 +135,13 @@ class TransferSender:
     def check_integrity(self) -> list[str]:
         """What is wrong, one sentence each; empty when all is well."""
         with self._lock:
+            listed = list(self._transfers.items())
+        over = [(key, transfer) for key, transfer in listed if transfer.settled]
+        with self._lock:  # those that ended meanwhile have gone
             return [
                 f"transfer of lease {key[0]} is over and still listed"
-                for key, transfer in self._transfers.items()
-                if transfer.settled
+                for key, transfer in over
+                if self._transfers.get(key) is transfer
             ]
 
     @property

@@ -70,7 +70,8 @@ class Transfer:
     @property
     def settled(self) -> bool:
         """The transfer is over and the transport holds no view of the pages."""
-        return self._state.settled
+        with self._changed:  # not between the step that ends it and what follows from that
+            return self._state.settled
 
     def push(self, page_index: int, layer: int, data: memoryview | torch.Tensor) -> None:
         """Queues one layer of one page. Each (page, layer) is pushed once, when it is complete.

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdmesh.launch.ports import claim_ports
 from pdmesh.launch.processes import Child, WorkerRole, router_spec, worker_spec
-from pdmesh.launch.restart import restart_delay
+from pdmesh.launch.restart import Death, restart_delay
 from pdmesh.launch.runtime import RunDir
 from pdmesh.launch.scaling import next_name
 from pdmesh.launch.topology import Topology
@@ -215,7 +215,7 @@ class Crew:
 
     def _on_death(self, child: Child, now: float) -> None:
         assert child.process is not None
-        code, name = child.process.wait(), child.spec.name
+        code, name, ready = child.process.wait(), child.spec.name, child.ready
         child.process, child.ready = None, False
         words = child.last_words()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -224,7 +224,7 @@ class Crew:
                 child.given_up = True
                 return
             raise ConfigError(words.removeprefix("pdmesh: "))
-        child.deaths.append(now)
+        child.deaths.append(Death(now, ready))
         delay = restart_delay(child.deaths, now)
         if delay is None:
             self._give_up(child, how, words)

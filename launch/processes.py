@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pdmesh.launch.restart import Death
 from pdmesh.launch.topology import AUTO_DRAFTS, Topology, cores
 
 PARENT_VARIABLE = "PDMESH_PARENT"
@@ -136,7 +137,7 @@ class Child:
     replaced: str = ""
     """Instance that registered under this name before; the new one differs."""
     address: str = ""
-    deaths: list[float] = field(default_factory=list)
+    deaths: list[Death] = field(default_factory=list)
     start_at: float = 0.0
     """When to start (again)."""
     given_up: bool = False

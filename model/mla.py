@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pdmesh.kernels.latent_attention import absorbed_attention, mha_attention
-from pdmesh.kernels.linear import linear
+from pdmesh.kernels.linear import bmm, linear
 from pdmesh.kernels.norm import rms_norm
 from pdmesh.kernels.page_copy import append_latents
 from pdmesh.kernels.page_walk import PageWalk
@@ -92,11 +92,11 @@ class Mla(nn.Module):
         self, query: Tensor, query_rope: Tensor, walk: PageWalk, latents: Tensor
     ) -> Tensor:
         """query [n, heads, nope], query_rope [n, heads, rope]: [n, heads * v]."""
-        absorbed = torch.bmm(query.transpose(0, 1), self.k_b_proj).transpose(0, 1)
+        absorbed = bmm(query.transpose(0, 1), self.k_b_proj).transpose(0, 1)
         full = torch.cat([absorbed.float(), query_rope], dim=-1).mul_(self.scale)
         values = absorbed_attention(full, latents, self.layer, walk, self.rank)
         values = values.to(query.dtype).transpose(0, 1)
-        return torch.bmm(values, self.v_b_proj.transpose(1, 2)).transpose(0, 1).flatten(1)
+        return bmm(values, self.v_b_proj.transpose(1, 2)).transpose(0, 1).flatten(1)
 
     def _query_and_latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [n, hidden]: query [n, heads, nope + rope], latent [n, rank + rope] as projected."""

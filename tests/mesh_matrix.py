@@ -16,7 +16,7 @@ from checkpoints import random_checkpoint
 
 from pdmesh.model.config import ModelConfig
 from pdmesh.wire.admin import AnswerList, MoveOrder, MoveReport
-from pdmesh.wire.errors import PdmeshError
+from pdmesh.wire.errors import PdmeshError, WorkerLost
 from pdmesh.wire.ids import PAGE_SIZE
 from pdmesh.wire.messages import Empty
 from pdmesh.wire.rpc import Client
@@ -100,12 +100,23 @@ class StagedMesh:
 
     @asynccontextmanager
     async def router(self):
-        """A client of the router's internal service."""
-        client = Client(self.admin, "router")
+        """A client of the router's internal service, which has a new address after a restart."""
+        client = await self._client()
         try:
             yield client
         finally:
             await client.close()
+
+    async def _client(self, timeout: float = 60) -> Client:
+        async with asyncio.timeout(timeout):
+            while True:
+                client = Client(self.admin, "router")
+                try:
+                    await client.unary("Answers", Empty(), AnswerList, timeout=10)
+                    return client
+                except WorkerLost:
+                    await client.close()
+                    await asyncio.sleep(0.1)
 
     async def holder(self, request_id: str, timeout: float = 90) -> str:
         """The decode worker that generates the request, once one does."""

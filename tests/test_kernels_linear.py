@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from pdmesh.kernels.activation import sigmoid, silu_mul
-from pdmesh.kernels.linear import linear, pad_rows, varying_shapes
+from pdmesh.kernels.linear import bmm, linear, pad_rows, varying_shapes
+from pdmesh.kernels.moe import routed_experts
 from pdmesh.kernels.norm import rms_norm
 
 # Weights of a small model of the family, (outputs, inputs).
@@ -24,6 +25,37 @@ SHAPES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_of_a_product_does_not_depend_on_its_neighbours(dtype):
     assert varying_shapes(SHAPES, dtype) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [8, 42, 128])
+def test_a_row_of_nan_or_infinity_touches_no_other_row(dtype, rows):
+    """Whatever the length of the sums: libraries read on into the next row at uneven ones."""
+    generator = torch.Generator().manual_seed(rows)
+    for inner in (4, 20, 32, 64, 68, 76, 80, 96, 100, 160, 188):
+        for bad in (float("nan"), float("inf")):
+            x = torch.randn(rows, 4, inner, generator=generator).to(dtype)
+            weights = torch.randn(4, inner, 64, generator=generator).to(dtype)
+            x[rows // 2 :] = bad
+            plain = linear(x[:, 0], weights[0].T.contiguous())
+            batched = bmm(x.transpose(0, 1), weights)
+            turned = bmm(x.transpose(0, 1), weights.transpose(1, 2).contiguous().transpose(1, 2))
+            for product in (plain, batched.transpose(0, 1), turned.transpose(0, 1)):
+                assert bool(product[: rows // 2].isfinite().all()), (inner, bad)
+                assert not bool(product[rows // 2 :].isfinite().any()), (inner, bad)
+
+
+@pytest.mark.parametrize("width", [24, 76, 96])
+def test_a_row_of_nan_touches_no_other_row_of_its_experts(width):
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(64, 2 * width, generator=generator).bfloat16()
+    x[32:] = float("nan")
+    ids = torch.randint(0, 4, (64, 1), generator=generator)
+    gate_up = torch.randn(4, 2 * width, 2 * width, generator=generator).bfloat16()
+    down = torch.randn(4, 2 * width, width, generator=generator).bfloat16()
+    result = routed_experts(x, ids, torch.ones(64, 1), gate_up, down)
+    assert bool(result[:32].isfinite().all())
+    assert bool(result[32:].isnan().all())
 
 
 def test_padding_is_cut_off_again():

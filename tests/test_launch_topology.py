@@ -11,7 +11,13 @@ import pytest
 from pdmesh.launch.arguments import parser
 from pdmesh.launch.checks import check_together
 from pdmesh.launch.crew import Crew, Plan
-from pdmesh.launch.restart import MAX_DEATHS, WINDOW_S, restart_delay
+from pdmesh.launch.restart import (
+    MAX_DELAY_S,
+    MAX_FAILED_STARTS,
+    WINDOW_S,
+    Death,
+    restart_delay,
+)
 from pdmesh.launch.runtime import RunDir
 from pdmesh.launch.topology import AUTO_DRAFTS, SECTIONS, Topology, check_model, load_topology
 from pdmesh.wire.errors import ConfigError
@@ -296,12 +302,20 @@ def test_a_wrong_checkpoint_directory_is_one_sentence(tmp_path, make, sentence):
 
 
 def test_a_process_that_dies_once_in_a_while_is_always_started_again():
-    deaths = [WINDOW_S * 2 * number for number in range(100)]
-    assert restart_delay(deaths, deaths[-1]) == restart_delay([0.0], 0.0)
+    deaths = [Death(WINDOW_S * 2 * number, ready=False) for number in range(100)]
+    assert restart_delay(deaths, deaths[-1].at) == restart_delay([Death(0.0, ready=False)], 0.0)
 
 
-def test_quick_deaths_are_answered_slower_and_slower_and_then_no_more():
-    delays = [restart_delay([0.0] * count, 1.0) for count in range(1, MAX_DEATHS + 1)]
+def test_starts_that_fail_are_tried_again_slower_and_slower_and_then_no_more():
+    failed = Death(0.0, ready=False)
+    delays = [restart_delay([failed] * count, 1.0) for count in range(1, MAX_FAILED_STARTS + 1)]
     assert delays[-1] is None
     given = delays[:-1]
     assert all(before < after for before, after in zip(given, given[1:], strict=False))
+
+
+def test_a_process_that_had_been_ready_is_started_again_however_often_it_is_killed():
+    killed, failed = Death(0.0, ready=True), Death(0.0, ready=False)
+    assert restart_delay([killed] * 100, 1.0) == MAX_DELAY_S
+    assert restart_delay([failed] * (MAX_FAILED_STARTS - 1) + [killed], 1.0) == MAX_DELAY_S
+    assert restart_delay([killed] + [failed] * MAX_FAILED_STARTS, 1.0) is None
