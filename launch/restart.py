@@ -27,9 +27,9 @@ class Death:
 def restart_delay(deaths: Sequence[Death], now: float) -> float | None:
     """Seconds to wait before the next start; None to give up.
 
-    The delay doubles with each death within the last minute, from 0.2 to 3.2 s. A process that ended
-    five times in a minute without having become ready is given up; one that had been ready never
-    is, since it may well serve again.
+    The delay doubles with each death within the last minute, from 0.2 to 3.2 s. A process that
+    ended five times in a minute without having become ready is given up; one that had been ready
+    never is, since it may well serve again.
 
     Args:
         deaths: in order, the last one included.
