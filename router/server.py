@@ -134,12 +134,12 @@ class Router:
                 config.host, config.metrics_port
             )
         await self._chat.update_health()
-        await server.start()
-        self._server = server
         await admin.start()
         self._admin = admin
-        if config.admin_file is not None:
+        if config.admin_file is not None:  # known before the first request can be under way
             await asyncio.to_thread(write_address, config.admin_file, self.admin_address)
+        await server.start()
+        self._server = server
         await self.view.start(config.poll_interval, self._polled)
         event(
             log,
