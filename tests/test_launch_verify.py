@@ -1,5 +1,6 @@
 """``pdmesh verify`` without a mesh: its cases, its judgement, its reports."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.launch.verify.cases import MAX_MOVES, Room, cases
-from pdmesh.launch.verify.checks import FAULTS
+from pdmesh.launch.verify.checks import FAULTS, stand_still
 from pdmesh.launch.verify.compare import (
     Answer,
     beyond_rounding,
@@ -221,6 +222,27 @@ def test_there_is_a_fault_for_each_side_of_a_move_and_for_none():
         (True, "target"),
     }
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+
+
+async def test_a_worker_that_stood_still_goes_on_also_where_its_answer_was_over_before():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        standing = asyncio.create_task(stand_still(process.pid, 600))
+        await state_becomes(process.pid, stopped=True)
+        standing.cancel()
+        await asyncio.gather(standing, return_exceptions=True)
+        await state_becomes(process.pid, stopped=False)
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def state_becomes(pid, stopped):
+    async with asyncio.timeout(60):
+        while (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        ) != stopped:
+            await asyncio.sleep(0.01)
 
 
 def test_in_a_suite_of_somebody_else_a_mesh_that_does_not_run_is_a_sentence(tmp_path):

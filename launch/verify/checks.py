@@ -27,6 +27,8 @@ _ROUNDING = {"float32": 1e-3}
 _COARSE = 0.1
 """Most that log-probabilities of the same token may differ by, by dtype; of the others."""
 _RESTARTED_S = 60.0
+_TRIES = 3
+"""An answer that is over before its fault is done is asked for again."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,10 @@ async def check_fault(mesh: MeshUnderTest, case: Case, fault: Fault) -> Result:
             detail = wrong or detail
         return Result("faults", name, "failed" if wrong else "passed", detail)
 
-    result = await _guarded("faults", name, judged)
+    for _ in range(_TRIES):
+        result = await _guarded("faults", name, judged)
+        if result.verdict != "not tried":
+            break
     if unrest := await _recovered(mesh):
         result = replace(result, verdict="failed", detail=f"{result.detail}; {unrest}")
     return replace(result, moves=len(moves.pauses_ms), seconds=time.monotonic() - began)
@@ -224,17 +229,26 @@ def _injector(mesh: MeshUnderTest, fault: Fault, moves: Moves) -> Disturb:
         if move is not None:
             await _under_way(mesh, request_id, move)
         moves.disturbed = True
-        os.kill(pid, fault.number)
         if fault.number is signal.SIGSTOP:
-            await asyncio.sleep(PAUSED_S)
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+            await stand_still(pid, PAUSED_S)
+        else:
+            os.kill(pid, fault.number)
         if move is not None:
             with suppress(PdmeshError):
                 reports = await move
                 moves.pauses_ms += [r.pause_ms for r in reports if r.state == "moved"]
 
     return inject
+
+
+async def stand_still(pid: int, seconds: float) -> None:
+    """Stops a process for a while; it goes on also where the wait is cancelled."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 async def _under_way(
