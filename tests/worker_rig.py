@@ -23,7 +23,9 @@ from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.faults import Faults
 from pdmesh.kvtransfer.loopback import LoopbackListener
+from pdmesh.kvtransfer.nixl import NixlDialer, NixlListener
 from pdmesh.kvtransfer.receiver import TransferReceiver
+from pdmesh.kvtransfer.shm import ShmListener
 from pdmesh.kvtransfer.tcp import TcpListener
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.page_format import page_format
@@ -55,6 +57,7 @@ PAGE = 64
 SECRET = b"k" * 32
 PATIENCE = 30.0
 """Seconds after which a test gives up; never reached when all is well."""
+LISTENERS = {"tcp": TcpListener, "shm": ShmListener, "nixl": NixlListener}
 MODEL = tiny_model()
 VOCAB = MODEL.config.vocab_size
 WITHOUT_MTP = DeepseekV3(MODEL.config, mtp=False).requires_grad_(False).eval()
@@ -184,7 +187,12 @@ class Side:
         size = options.page_size
         self.kv = KvManager(options.pages, size, self._check_published, self.evicted.extend)
         self.store = LatentStore(
-            options.pages, fmt.num_layers, size, fmt.latent_width, torch.float32
+            options.pages,
+            fmt.num_layers,
+            size,
+            fmt.latent_width,
+            torch.float32,
+            shared=options.transport == "shm",
         )
         self.store.tensor.fill_(float("nan"))
 
@@ -219,6 +227,7 @@ class PrefillSide(Side):
             self.store,
             scheduler,
             limits,
+            dialers=[NixlDialer(self.store)] if options.transport == "nixl" else (),
             observe=self.facts.append,
             clock=lambda: time.monotonic() + self.skipped,
         )
@@ -231,8 +240,8 @@ class DecodeSide(Side):
     def __init__(self, fmt, options, number=0, connect=None):
         super().__init__(fmt, options)
         self.instance = f"decode{number or ''}"
-        if options.transport == "tcp":
-            self.listener = TcpListener(fmt)
+        if options.transport in LISTENERS:
+            self.listener = LISTENERS[options.transport](fmt)
         else:
             self.listener = LoopbackListener(
                 fmt, Faults(stall_after=options.stall_after), one_sided=options.one_sided
