@@ -170,8 +170,10 @@ class Moves:
         """A fault was done meanwhile."""
 
     async def at_point(self, request_id: str, point: int) -> None:
-        """Has all answers of the request moved once."""
+        """Has all answers of the request moved once, as soon as they can be."""
         try:
+            while await self._mesh.phase(request_id) == "starting":
+                await asyncio.sleep(0)
             reports = await self._mesh.move(request_id)
         except PdmeshError as error:
             self.refusals.append(error.message)
