@@ -12,6 +12,7 @@ import pytest
 
 from pdmesh.launch.verify.cases import MAX_MOVES, Room, cases
 from pdmesh.launch.verify.checks import FAULTS, stand_still
+from pdmesh.launch.verify.command import without_password
 from pdmesh.launch.verify.compare import (
     Answer,
     beyond_rounding,
@@ -222,6 +223,17 @@ def test_there_is_a_fault_for_each_side_of_a_move_and_for_none():
         (True, "target"),
     }
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://:pw@h:1/0", "rediss://me:p%20w@h", "--redis=redis://a:pw@h"]
+)
+def test_the_command_in_a_report_shows_no_password(url):
+    shown = without_password(["pdmesh", "verify", "--mesh", "10.0.0.1:7080", url])
+    assert "pw" not in shown
+    assert "p%20w" not in shown
+    assert shown.startswith("pdmesh verify --mesh 10.0.0.1:7080 ")
+    assert shown.rpartition("@")[2] in url
 
 
 async def test_a_worker_that_stood_still_goes_on_also_where_its_answer_was_over_before():

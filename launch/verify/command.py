@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pdmesh.launch.runtime import MeshInfo, RunDir, find_mesh, run_root
@@ -26,12 +28,17 @@ def run(arguments: argparse.Namespace) -> int:
         faults=arguments.faults,
         seed=arguments.seed,
         at_once=arguments.at_once,
-        command=shlex.join(["pdmesh", *sys.argv[1:]]),
+        command=without_password(["pdmesh", *sys.argv[1:]]),
     )
     report = asyncio.run(verify(place_of(arguments), options, show_progress))
     print(report.as_text())
     write_reports(report, arguments.json, arguments.html)
     return 0 if report.ok else 1
+
+
+def without_password(words: Sequence[str]) -> str:
+    """A command line for a report that others read."""
+    return shlex.join(re.sub(r"(://[^/@]*:)[^/@]*@", r"\1***@", word) for word in words)
 
 
 def place_of(arguments: argparse.Namespace) -> Place:
