@@ -233,7 +233,7 @@ def test_the_command_in_a_report_shows_no_password(url):
     assert "pw" not in shown
     assert "p%20w" not in shown
     assert shown.startswith("pdmesh verify --mesh 10.0.0.1:7080 ")
-    assert shown.rpartition("@")[2] in url
+    assert "@h" in shown
 
 
 async def test_a_worker_that_stood_still_goes_on_also_where_its_answer_was_over_before():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from pdmesh.launch.runtime import MeshInfo, RunDir, find_mesh, run_root
 from pdmesh.launch.verify.mesh import Place
 from pdmesh.launch.verify.run import VerifyOptions, show_progress, verify, write_reports
+from pdmesh.registry.store import redacted
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.secret import read_secret
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def without_password(words: Sequence[str]) -> str:
     """A command line for a report that others read."""
-    return shlex.join(re.sub(r"(://[^/@]*:)[^/@]*@", r"\1***@", word) for word in words)
+    return shlex.join(redacted(word) for word in words)
 
 
 def place_of(arguments: argparse.Namespace) -> Place:
