@@ -1,4 +1,4 @@
-"""``pdmesh answers`` and ``pdmesh migrate``: what a router is answering, and moving it."""
+"""``pdmesh answers`` and ``pdmesh migrate``: what the routers are answering, and moving it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from pdmesh.launch.operate import running_mesh
 from pdmesh.wire.admin import AnswerList, MoveOrder, MoveReport, RunningAnswer
-from pdmesh.wire.errors import ConfigError, Unavailable
+from pdmesh.wire.errors import ConfigError, Unavailable, WorkerLost
 from pdmesh.wire.messages import Empty
 from pdmesh.wire.rpc import Client
 
@@ -21,7 +21,7 @@ _HEAD = ("request", "answer", "worker", "phase", "prompt", "tokens", "moved")
 
 def answers(arguments: argparse.Namespace) -> int:
     """Prints the running answers. Returns the exit code."""
-    found = asyncio.run(_answers(_address(arguments)))
+    found = asyncio.run(_all_answers(_addresses(arguments)))
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode({"answers": found})).decode())
     else:
@@ -33,7 +33,7 @@ def migrate(arguments: argparse.Namespace) -> int:
     """Moves the answers of a request. Returns the exit code: 1 if one could not be moved."""
     try:
         moved = asyncio.run(
-            _migrate(_address(arguments), arguments.request, arguments.to, arguments.index)
+            _migrate(_addresses(arguments), arguments.request, arguments.to, arguments.index)
         )
     except KeyboardInterrupt:
         print("(no longer watching; the answer goes on, moved or not: see pdmesh answers)")
@@ -78,6 +78,25 @@ def described(report: MoveReport) -> str:
     return f"answer {report.index} ended first" if report.state == "ended" else f"{where} ..."
 
 
+async def _all_answers(addresses: Sequence[str]) -> tuple[RunningAnswer, ...]:
+    by_router = await _by_router(addresses)
+    return tuple(answer for answers in by_router.values() for answer in answers)
+
+
+async def _by_router(addresses: Sequence[str]) -> dict[str, tuple[RunningAnswer, ...]]:
+    """What each router is answering; one that is gone answers nothing, as long as another lives.
+
+    Raises:
+        WorkerLost: none of them can be reached.
+    """
+    found = await asyncio.gather(*map(_answers, addresses), return_exceptions=True)
+    told = {a: f for a, f in zip(addresses, found, strict=True) if not isinstance(f, BaseException)}
+    for error in found:
+        if isinstance(error, BaseException) and (not told or not isinstance(error, WorkerLost)):
+            raise error
+    return told
+
+
 async def _answers(address: str) -> tuple[RunningAnswer, ...]:
     client = Client(address, "router")
     try:
@@ -86,8 +105,17 @@ async def _answers(address: str) -> tuple[RunningAnswer, ...]:
         await client.close()
 
 
-async def _migrate(address: str, beginning: str, target: str, index: int | None) -> bool:
-    request_id = choose(await _answers(address), beginning)
+async def _migrate(
+    addresses: Sequence[str], beginning: str, target: str, index: int | None
+) -> bool:
+    by_router = await _by_router(addresses)
+    every = [answer for answers in by_router.values() for answer in answers]
+    request_id = choose(every, beginning)
+    address = next(
+        where
+        for where, answers in by_router.items()
+        if any(answer.request_id == request_id for answer in answers)
+    )
     order = MoveOrder(request_id=request_id, index=index, target=target)
     client = Client(address, "router")
     failed = False
@@ -103,13 +131,14 @@ async def _migrate(address: str, beginning: str, target: str, index: int | None)
     return not failed
 
 
-def _address(arguments: argparse.Namespace) -> str:
+def _addresses(arguments: argparse.Namespace) -> list[str]:
+    """Of the internal services of all routers."""
     if arguments.admin:
-        return str(arguments.admin)
+        return [str(arguments.admin)]
     info = running_mesh(arguments.mesh)
-    if not info.router_admin:
-        raise Unavailable(f"the router of the mesh {info.name!r} is not ready; try again")
-    return info.router_admin
+    if not info.router_admins:
+        raise Unavailable(f"no router of the mesh {info.name!r} is ready; try again")
+    return list(info.router_admins)
 
 
 def _row(answer: RunningAnswer) -> tuple[str, ...]:

@@ -166,6 +166,7 @@ def _add_up(up: argparse.ArgumentParser) -> None:
     )
     up.add_argument("--prefill", type=int, metavar="N", help="prefill workers (default: 1)")
     up.add_argument("--decode", type=int, metavar="N", help="decode workers (default: 2)")
+    up.add_argument("--routers", type=int, metavar="N", help="router replicas (default: 1)")
     _add_mode(up)
     up.add_argument("--no-mtp", action="store_true", help="no draft tokens from the MTP module")
     up.add_argument("--draft-tokens", type=_drafts, metavar="N", help=_DRAFTS)

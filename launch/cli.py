@@ -75,13 +75,14 @@ def _status(arguments: argparse.Namespace) -> int:
     from pdmesh.launch.runtime import find_mesh
     from pdmesh.launch.status import as_json, as_table, collect
 
+    routers: tuple[str, ...] = ()
     if arguments.redis:
-        name, url, address = arguments.mesh or "default", arguments.redis, None
+        name, url = arguments.mesh or "default", arguments.redis
     else:
         info = find_mesh(arguments.mesh)
-        name, url, address = info.name, info.redis_url, info.address
+        name, url, routers = info.name, info.redis_url, info.addresses
     lines = asyncio.run(collect(url, name))
-    print((as_json if arguments.json else as_table)(name, address, lines))
+    print((as_json if arguments.json else as_table)(name, routers, lines))
     return 0
 
 

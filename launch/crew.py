@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdmesh.launch.ports import claim_ports
-from pdmesh.launch.processes import Child, WorkerRole, router_spec, worker_spec
+from pdmesh.launch.processes import Child, WorkerRole, router_name, router_spec, worker_spec
 from pdmesh.launch.restart import Death, restart_delay
 from pdmesh.launch.runtime import RunDir
 from pdmesh.launch.scaling import next_name
@@ -43,9 +43,12 @@ class Plan:
 
     topology: Topology
     port: int
+    """Of the first router."""
     run_dir: RunDir
     metrics_ports: Mapping[str, int] = field(default_factory=dict)
-    """Of the workers' metrics, by worker name; none for those it does not name."""
+    """Of the metrics, by process name; none for those it does not name."""
+    more_ports: Sequence[int] = ()
+    """Of the second router and so on."""
 
 
 class Crew:
@@ -62,10 +65,11 @@ class Crew:
         self._announced: dict[str, float] = {}
         self._ports = dict(plan.metrics_ports)
         self._claims = contextlib.ExitStack()
-        self.address = f"{topology.mesh.host}:{plan.port}"
         self.redis_url = topology.mesh.redis
-        router = router_spec(topology, plan.port, secret, plan.run_dir.admin_file)
-        self.children = [Child(router, plan.run_dir.log("router"))]
+        self.children: list[Child] = []
+        for index, port in enumerate((plan.port, *plan.more_ports)):
+            self._enlist_router(router_name(index), port)
+        self.address = self.children[0].address
         counts: dict[WorkerRole, int] = {
             "prefill": topology.prefill.workers,
             "decode": topology.decode.workers,
@@ -73,6 +77,13 @@ class Crew:
         for role, count in counts.items():
             for index in range(count):
                 self._enlist(role, f"{role}-{index}")
+
+    def _enlist_router(self, name: str, port: int) -> None:
+        run_dir, topology = self._plan.run_dir, self._plan.topology
+        metrics, admin = self._ports.get(name, 0), run_dir.admin_file(name)
+        spec = router_spec(topology, name, port, self._secret, admin, metrics)
+        address = f"{topology.mesh.host}:{port}"
+        self.children.append(Child(spec, run_dir.log(name), address=address))
 
     def _enlist(self, role: WorkerRole, name: str) -> Child:
         metrics = self._ports.get(name, 0)
@@ -93,6 +104,11 @@ class Crew:
             for child in self.children
             if child.spec.role != "router" and not child.leaving
         }
+
+    def routers(self) -> list[Child]:
+        """The routers, those that answer first."""
+        found = [child for child in self.children if child.spec.role == "router"]
+        return sorted(found, key=lambda child: not (child.ready and child.running))
 
     def pids(self) -> dict[str, int]:
         """Process ids by name."""
@@ -163,7 +179,7 @@ class Crew:
         first = (topology.prefill if role == "prefill" else topology.decode).metrics_port
         if not first or name in self._ports:
             return
-        taken = {self._plan.port, topology.router.metrics_port, *self._ports.values()}
+        taken = {self._plan.port, *self._plan.more_ports, *self._ports.values()}
         with contextlib.suppress(ConfigError):  # without metrics rather than not at all
             claim = claim_ports(topology.mesh.host, first, 1, taken)
             self._ports[name] = self._claims.enter_context(claim)[0]
@@ -250,8 +266,8 @@ class Crew:
             if child.ready or not child.running:
                 continue
             if child.spec.role == "router":
-                if await _serving(self.address):
-                    self._on_ready(child, self.address)
+                if await _serving(child.address):
+                    self._on_ready(child, child.address)
                 continue
             member = members.get(child.spec.name)
             if member and member.state == "ready" and member.record.instance != child.replaced:

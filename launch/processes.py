@@ -39,16 +39,26 @@ def threads_per_worker(topology: Topology, asked: int) -> int:
     return asked or max(1, cores() // workers)
 
 
-def router_spec(topology: Topology, port: int, secret: Path, admin_file: Path) -> Spec:
-    """How to start the router; it writes the address of its admin service to ``admin_file``."""
+def router_name(index: int) -> str:
+    """Of the first router, the second, and so on: router, router-1, ..."""
+    return f"router-{index}" if index else "router"
+
+
+def router_spec(
+    topology: Topology, name: str, port: int, secret: Path, admin_file: Path, metrics_port: int
+) -> Spec:
+    """How to start a router; it writes the address of its admin service to ``admin_file``.
+
+    ``metrics_port`` 0: no metrics endpoint.
+    """
     router = topology.router
     return Spec(
-        "router",
+        name,
         "router",
         (
-            *("--id", "router", "--port", str(port), "--deadline", str(router.deadline_s)),
+            *("--id", name, "--port", str(port), "--deadline", str(router.deadline_s)),
             *("--max-attempts", str(router.max_attempts)),
-            *("--metrics-port", str(router.metrics_port), "--admin-file", str(admin_file)),
+            *("--metrics-port", str(metrics_port), "--admin-file", str(admin_file)),
             *_shared_arguments(topology, secret),
         ),
         1,

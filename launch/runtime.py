@@ -28,6 +28,7 @@ class MeshInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     address: str
+    """host:port of a router; of one that answers, if any does."""
     redis_url: str
     model: str
     supervisor_pid: int
@@ -36,7 +37,11 @@ class MeshInfo(msgspec.Struct, frozen=True, kw_only=True):
     control: str = ""
     """Path of the supervisor's socket."""
     router_admin: str = ""
-    """host:port of the router's admin service."""
+    """host:port of that router's admin service."""
+    addresses: tuple[str, ...] = ()
+    """host:port of every router."""
+    router_admins: tuple[str, ...] = ()
+    """host:port of every router's admin service."""
     join: JoinInfo | None = None
     """What a further worker on this machine needs."""
 
@@ -65,10 +70,9 @@ class RunDir:
         """The supervisor's socket."""
         return self.path / "control.sock"
 
-    @property
-    def admin_file(self) -> Path:
-        """Where the router writes the address of its admin service."""
-        return self.path / "router.admin"
+    def admin_file(self, router: str) -> Path:
+        """Where a router writes the address of its admin service."""
+        return self.path / f"{router}.admin"
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
@@ -78,7 +82,7 @@ class RunDir:
         try:
             self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.path.chmod(0o700)
-            for old in (*self.logs.glob("*.log"), self.control, self.admin_file):
+            for old in (*self.logs.glob("*.log"), self.control, *self.path.glob("*.admin")):
                 old.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(

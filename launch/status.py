@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -69,15 +70,15 @@ async def _line(member: Member) -> WorkerLine:
     )
 
 
-def as_json(mesh: str, address: str | None, lines: list[WorkerLine]) -> str:
-    """The status as one JSON object."""
-    whole = {"mesh": mesh, "address": address, "workers": lines}
+def as_json(mesh: str, routers: Sequence[str], lines: list[WorkerLine]) -> str:
+    """The status as one JSON object; ``routers`` are their addresses, as far as known."""
+    whole = {"mesh": mesh, "routers": routers, "workers": lines}
     return msgspec.json.format(msgspec.json.encode(whole)).decode()
 
 
-def as_table(mesh: str, address: str | None, lines: list[WorkerLine]) -> str:
+def as_table(mesh: str, routers: Sequence[str], lines: list[WorkerLine]) -> str:
     """The status as a table for people."""
-    where = f" at {address}" if address else ""
+    where = f" at {', '.join(routers)}" if routers else ""
     title = f"mesh {mesh}{where}: {len(lines)} worker{'' if len(lines) == 1 else 's'}"
     rows = [_HEAD, *(_row(line) for line in lines)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -133,16 +133,20 @@ class Supervisor:
         topology, pids = self._plan.topology, self._crew.pids()
         if self._store is not None and self._store.pid is not None:
             pids["store"] = self._store.pid
+        routers = self._crew.routers()
+        admins = [_text(self._plan.run_dir.admin_file(child.spec.name)) for child in routers]
         return MeshInfo(
             name=topology.mesh.name,
-            address=self.address,
+            address=routers[0].address,
             redis_url=self._crew.redis_url,
             model=topology.model_name,
             supervisor_pid=os.getpid(),
             pids=pids,
             logs=str(self._plan.run_dir.logs),
             control=self._control.path,
-            router_admin=_text(self._plan.run_dir.admin_file),
+            router_admin=admins[0],
+            addresses=tuple(sorted(child.address for child in routers)),
+            router_admins=tuple(sorted(filter(None, admins))),
             join=self._join_info(),
         )
 

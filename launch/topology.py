@@ -117,11 +117,12 @@ class DecodeSection:
 
 @dataclass(frozen=True)
 class RouterSection:
-    """``[router]``: the public server."""
+    """``[router]``: the public servers. Each is whole by itself: clients use any of them."""
 
+    workers: int = _number(1, 1, 64, "replicas, each with an address of its own")
     deadline_s: float = _number(300.0, 1, 86_400, "for clients that set no deadline")
     max_attempts: int = _number(3, 1, 100, "tries of one request on different workers")
-    metrics_port: int = _number(0, 0, 65535, "Prometheus endpoint; 0: none")
+    metrics_port: int = _number(0, 0, 65535, "Prometheus endpoint of the first; 0: none")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pdmesh.launch.checks import check_together
 from pdmesh.launch.crew import Plan, say
 from pdmesh.launch.ports import claim_port, claim_ports
-from pdmesh.launch.processes import command, environment
+from pdmesh.launch.processes import command, environment, router_name
 from pdmesh.launch.runtime import claim
 from pdmesh.launch.supervisor import Supervisor
 from pdmesh.launch.topology import Topology, check_host, check_model, load_topology
@@ -33,36 +33,48 @@ def up(arguments: argparse.Namespace) -> int:
     check_together(topology)
     name, default = topology.mesh.name, Topology().mesh.name
     explicit = name != default or arguments.name is not None
-    with claim(name, explicit) as (taken, run_dir), _ports(topology) as (port, metrics):
+    with claim(name, explicit) as (taken, run_dir), _ports(topology) as (ports, metrics):
         run_dir.prepare()
         topology = replace(topology, mesh=replace(topology.mesh, name=taken))
-        say(f"pdmesh: starting mesh {taken} on port {port}; logs in {run_dir.logs}")
+        where = ", ".join(map(str, ports))
+        say(f"pdmesh: starting mesh {taken} on port {where}; logs in {run_dir.logs}")
         ask = arguments.chat or arguments.prompt is not None
         session = _Session(
-            Supervisor(Plan(topology, port, run_dir, metrics)), ask, arguments.prompt
+            Supervisor(Plan(topology, ports[0], run_dir, metrics, ports[1:])),
+            ask,
+            arguments.prompt,
         )
         return asyncio.run(session.run())
 
 
 @contextlib.contextmanager
-def _ports(topology: Topology) -> Iterator[tuple[int, dict[str, int]]]:
-    """The public port, and those of the workers' metrics by worker name."""
+def _ports(topology: Topology) -> Iterator[tuple[list[int], dict[str, int]]]:
+    """The public ports, and those of the metrics by process name."""
     host = topology.mesh.host
     with contextlib.ExitStack() as claimed:
         with topology.blamed("mesh", "port"):
             port = claimed.enter_context(claim_port(host, topology.mesh.port))
-        taken = {port, topology.router.metrics_port}
-        metrics: dict[str, int] = {}
+        routers = topology.router
+        metrics = {router_name(0): routers.metrics_port}
+        taken = {port, routers.metrics_port}
+
+        def take(first: int, count: int) -> list[int]:
+            ports = claimed.enter_context(claim_ports(host, first, count, taken))
+            taken.update(ports)
+            return ports
+
+        more = take(port + 1, routers.workers - 1)
+        if routers.metrics_port:
+            with topology.blamed("router", "metrics_port"):
+                ports = take(routers.metrics_port + 1, routers.workers - 1)
+            metrics |= {router_name(1 + index): found for index, found in enumerate(ports)}
         for role, section in (("prefill", topology.prefill), ("decode", topology.decode)):
             if not section.metrics_port:
                 continue
             with topology.blamed(role, "metrics_port"):
-                ports = claimed.enter_context(
-                    claim_ports(host, section.metrics_port, section.workers, taken)
-                )
-            metrics |= {f"{role}-{index}": ports[index] for index in range(section.workers)}
-            taken.update(ports)
-        yield port, metrics
+                ports = take(section.metrics_port, section.workers)
+            metrics |= {f"{role}-{index}": found for index, found in enumerate(ports)}
+        yield [port, *more], metrics
 
 
 def _settings(arguments: argparse.Namespace) -> Topology:
@@ -80,6 +92,7 @@ def _settings(arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("model", "--page-size", page_size=a.page_size)
     topology = topology.changed("prefill", "--prefill", workers=a.prefill)
     topology = topology.changed("decode", "--draft-tokens", draft_tokens=a.draft_tokens)
+    topology = topology.changed("router", "--routers", workers=a.routers)
     return topology.changed("decode", "--decode", workers=a.decode)
 
 

@@ -58,6 +58,7 @@ park_mb = 64
 max_waiting = 7
 metrics_port = 9300
 [router]
+workers = 2
 deadline_s = 1.5
 max_attempts = 2
 metrics_port = 9100
@@ -142,7 +143,7 @@ def test_settings_that_go_together_pass_whatever_the_checkpoint_says(tmp_path, t
 
 def started(topology: Topology) -> dict[str, argparse.Namespace]:
     """What the processes of a mesh are told, by name, as ``pdmesh serve`` reads it."""
-    plan = Plan(topology, 7080, RunDir(Path("run")), {"prefill-0": 9200})
+    plan = Plan(topology, 7080, RunDir(Path("run")), {"prefill-0": 9200, "router": 9100})
     specs = [child.spec for child in Crew(plan, Path("key")).children]
     return {s.name: parser().parse_args(["serve", s.role, *s.arguments]) for s in specs}
 

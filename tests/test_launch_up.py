@@ -295,6 +295,20 @@ def test_an_address_that_is_not_ours_is_one_sentence():
         claim_port("192.0.2.1", 7080).__enter__()
 
 
+def test_routers_are_started_side_by_side_and_a_chat_uses_one_that_answers(meshes):
+    meshes.ready("--routers", "3")
+    info = meshes.info()
+    assert len(set(info["addresses"])) == len(set(info["router_admins"])) == 3
+    for address in info["addresses"]:
+        assert meshes.run("chat", "--address", address, "--prompt", "x").stdout
+    os.kill(info["pids"]["router"], signal.SIGKILL)
+    until(lambda: meshes.run("chat", "--prompt", "x").stdout == "x (1 messages)\n", "no answer", 20)
+    until(lambda: meshes.info()["pids"].get("router") not in (None, info["pids"]["router"]), "gone")
+    assert sorted(meshes.info()["addresses"]) == sorted(info["addresses"])
+    table = meshes.run("status").stdout.splitlines()
+    assert table[0] == f"mesh default at {', '.join(sorted(info['addresses']))}: 3 workers"
+
+
 def test_status_shows_every_worker(meshes):
     meshes.ready()
     table = meshes.run("status").stdout.splitlines()
