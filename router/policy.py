@@ -9,7 +9,7 @@ more than the prefix saves, than another worker.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.wire.errors import InvalidRequest, Overloaded, Unavailable
@@ -42,6 +42,8 @@ class Candidate:
     """Requests that others had there at the last poll."""
     free_pages: int | None = None
     """Pages that could be reserved at the last poll; None before the first."""
+    empty_pages: int | None = None
+    """Of these the ones that hold nothing: taking another evicts nothing; None before the poll."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Snapshot:
 
     prefill: tuple[Candidate, ...]
     decode: tuple[Candidate, ...]
+    anchor: bytes = b""
+    """What prompts with the same beginning have in common: the hash of their first page."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,14 @@ class Score:
     candidate: Candidate
     owned_tokens: int
     cost: float
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """What the cost is made of, where it is a sum."""
 
     def __str__(self) -> str:
         load = self.candidate.own_requests + self.candidate.other_requests
         name = self.candidate.record.worker_id
-        return f"{name}:cost={self.cost:.1f},owned={self.owned_tokens},load={load}"
+        parts = "".join(f",{term}={value:.1f}" for term, value in self.terms.items() if value)
+        return f"{name}:cost={self.cost:.1f},owned={self.owned_tokens},load={load}{parts}"
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ class Route:
     prefill: WorkerRecord
     decode: WorkerRecord
     tokens_to_compute: int
-    scores: tuple[Score, ...]
+    scores: Sequence[Score]
     wait: bool = False
     """Every decode worker is full: the request has to wait at this one."""
 
@@ -126,8 +133,8 @@ def choose_route(facts: RequestFacts, snapshot: Snapshot, rng: random.Random) ->
             decode worker has and it may not wait.
         Unavailable: none is ready, or all that are have failed this request.
     """
-    prefill = _scores("prefill", facts, snapshot.prefill)
-    decode = _scores("decode", facts, snapshot.decode)
+    prefill = [_score("prefill", facts, c) for c in usable("prefill", facts, snapshot.prefill)]
+    decode = [_score("decode", facts, c) for c in usable("decode", facts, snapshot.decode)]
     pairs = []
     for page_format in dict.fromkeys(score.candidate.record.page_format for score in prefill):
         same = [s for s in decode if s.candidate.record.page_format == page_format]
@@ -135,7 +142,7 @@ def choose_route(facts: RequestFacts, snapshot: Snapshot, rng: random.Random) ->
             ours = [s for s in prefill if s.candidate.record.page_format == page_format]
             pairs.append((_cheapest(ours, rng), _cheapest(same, rng)))
     if not pairs:
-        raise Unavailable(_no_pair(prefill[0], decode[0]))
+        raise no_pair(prefill[0].candidate.record, decode[0].candidate.record)
     best_prefill, best_decode = min(pairs, key=lambda pair: pair[0].cost + pair[1].cost)
     return Route(
         prefill=best_prefill.candidate.record,
@@ -184,16 +191,23 @@ def choose_target(
     return _cheapest([_score("decode", facts, c) for c in roomy], rng).candidate.record
 
 
-def _scores(role: Role, facts: RequestFacts, candidates: Sequence[Candidate]) -> list[Score]:
+def usable(
+    role: Role, facts: RequestFacts, candidates: Sequence[Candidate]
+) -> Sequence[Candidate]:
+    """The workers that a request may go to; what a policy says of the others does not matter.
+
+    Raises:
+        InvalidRequest, Overloaded, Unavailable: there is none; see ``choose_route``.
+    """
     candidates = _large_enough(role, facts, candidates)
     avoid = facts.avoid
     alive = [c for c in candidates if c.record.instance not in avoid.lost]
     refused = [c for c in alive if c.record.instance in avoid.full]
-    usable = [c for c in alive if c.record.instance not in avoid.full]
-    if not usable and role == "decode" and facts.may_wait:
-        usable = [c for c in refused if c.record.instance not in avoid.closed]
-    if usable:
-        return [_score(role, facts, candidate) for candidate in usable]
+    left = [c for c in alive if c.record.instance not in avoid.full]
+    if not left and role == "decode" and facts.may_wait:
+        left = [c for c in refused if c.record.instance not in avoid.closed]
+    if left:
+        return left
     if refused:
         noun = "worker is" if len(refused) == 1 else "workers are"
         raise Overloaded(f"all room is taken: {len(refused)} {role} {noun} full; retry later")
@@ -244,9 +258,10 @@ def _cheapest(scores: Sequence[Score], rng: random.Random) -> Score:
     return rng.choice([score for score in scores if score.cost == lowest])
 
 
-def _no_pair(prefill: Score, decode: Score) -> str:
-    a, b = prefill.candidate.record, decode.candidate.record
-    reason = a.page_format.difference(b.page_format)
-    return (
-        f"no prefill worker fits a decode worker: between {a.worker_id} and {b.worker_id}, {reason}"
+def no_pair(prefill: WorkerRecord, decode: WorkerRecord) -> Unavailable:
+    """What is wrong where no two workers have one page format; two of them as an example."""
+    reason = prefill.page_format.difference(decode.page_format)
+    return Unavailable(
+        "no prefill worker fits a decode worker: between "
+        f"{prefill.worker_id} and {decode.worker_id}, {reason}"
     )

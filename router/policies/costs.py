@@ -1,0 +1,131 @@
+"""What things cost: milliseconds of prefill, transfer and decode, and the price of load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdmesh.router.policy import Candidate, RequestFacts
+from pdmesh.wire.messages import WorkerRecord
+
+ROOM_MS = 1e6
+"""For a decode worker whose pool looks too full; it may have room when asked."""
+SUSPECT_MS = 1e12
+"""For a worker that failed this request before, where nothing better is left."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Moving latents between two workers."""
+
+    hop_ms: float
+    """Before the first byte."""
+    token_ms: float
+    """For each token, at the share of the link that a transfer gets."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Coefficients, in milliseconds. The defaults weigh as ``choose_route`` does, a token = 1 ms.
+
+    A prompt of L tokens of which c are cached takes
+    ``token_ms * (L - c) + pair_ms * (L^2 - c^2) + step_ms`` to compute.
+    """
+
+    token_ms: float = 1.0
+    pair_ms: float = 0.0
+    step_ms: float = 0.0
+    others_tokens: float = 256.0
+    """Tokens assumed to wait for each request that another router has at a prefill worker."""
+
+    same_host: Link = Link(0.0, 0.1)
+    same_rack: Link = Link(0.0, 0.1)
+    elsewhere: Link = Link(0.0, 0.1)
+    """At least as dear as ``same_rack``, which is as dear as ``same_host``."""
+    racks: Mapping[str, str] = field(default_factory=dict)
+    """Rack of a host; hosts that are not named are in no rack."""
+    fetching: bool = True
+    """Whether a prefill worker can fetch a prefix from its owner instead of computing it."""
+
+    sequence_ms: float = 64.0
+    """Sharing a decode worker's steps with one sequence more."""
+    context_ms: float = 0.0
+    """Sharing them with one token of context more."""
+    itl_base_ms: float = 0.0
+    itl_sequence_ms: float = 0.0
+    itl_context_ms: float = 0.0
+    """Inter-token latency: ``base + sequence * batch + context * tokens in the pool``."""
+    itl_slo_ms: float = 0.0
+    """What it should stay below; 0: anything will do."""
+    itl_over_ms: float = 1000.0
+    """Cost of a latency of twice ``itl_slo_ms``; in between in proportion."""
+
+    beta: float = 0.8
+    """Weight of the delay that a request's work causes to others."""
+    least_price: float = 0.25
+    """Delay of others for a millisecond of work in an idle pool: a prefix is not computed twice for
+    a gain of less than this part of it."""
+    kappa: float = 0.3
+    """Weight of making one more copy of a prefix where that evicts something."""
+    horizon_s: float = 60.0
+    """Over which the load is averaged."""
+    routers: int = 1
+    """Routers that share the workers; each sees its own requests only."""
+
+    def prefill_ms(self, tokens: int, cached: int) -> float:
+        """Time to compute a prompt behind ``cached`` tokens of it."""
+        return (
+            self.token_ms * (tokens - cached)
+            + self.pair_ms * (tokens * tokens - cached * cached)
+            + self.step_ms
+        )
+
+    def queue_ms(self, candidate: Candidate) -> float:
+        """Time until a prefill worker would begin."""
+        waiting = candidate.own_tokens + self.others_tokens * candidate.other_requests
+        return self.token_ms * waiting
+
+    def decode_ms(self, facts: RequestFacts, candidate: Candidate, need: int) -> float:
+        """Price of decoding at a worker, without the transfer to it; ``need`` is in pages."""
+        sequences = candidate.own_requests + candidate.other_requests
+        cost = self.sequence_ms * sequences
+        free = candidate.free_pages
+        if free is not None and free < need:
+            cost += ROOM_MS
+        if self.context_ms or self.itl_slo_ms:
+            record = candidate.record
+            used = 0 if free is None else record.capacity_pages - free
+            context = used * record.page_format.page_size
+            cost += self.context_ms * context + self._over(facts, sequences, context)
+        return cost
+
+    def _over(self, facts: RequestFacts, sequences: int, context: int) -> float:
+        """Cost of an inter-token latency above the limit, once the request is there."""
+        if not self.itl_slo_ms:
+            return 0.0
+        after = context + facts.num_prompt_tokens + facts.n * facts.max_tokens
+        batch = sequences + facts.n
+        itl = self.itl_base_ms + self.itl_sequence_ms * batch + self.itl_context_ms * after
+        return self.itl_over_ms * max(0.0, itl / self.itl_slo_ms - 1)
+
+    def place(self, record: WorkerRecord) -> tuple[str, str]:
+        """Host and rack of a worker; the rack is empty if it is not known."""
+        host = record.address.rpartition(":")[0]
+        return host, self.racks.get(host, "")
+
+    def link(self, one: tuple[str, str], other: tuple[str, str]) -> Link:
+        """Between two places."""
+        if one[0] == other[0]:
+            return self.same_host
+        if one[1] and one[1] == other[1]:
+            return self.same_rack
+        return self.elsewhere
+
+
+def owned_tokens(facts: RequestFacts, candidate: Candidate) -> int:
+    """Leading tokens of the prompt that a worker need not compute.
+
+    The last position is always computed: its logits give the first token.
+    """
+    owned = candidate.owned_pages * candidate.record.page_format.page_size
+    return min(owned, facts.num_prompt_tokens - 1)
