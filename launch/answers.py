@@ -21,7 +21,7 @@ _HEAD = ("request", "answer", "worker", "phase", "prompt", "tokens", "moved")
 
 def answers(arguments: argparse.Namespace) -> int:
     """Prints the running answers. Returns the exit code."""
-    found = asyncio.run(_all_answers(_addresses(arguments)))
+    found = asyncio.run(_all_answers(admin_addresses(arguments)))
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode({"answers": found})).decode())
     else:
@@ -33,7 +33,7 @@ def migrate(arguments: argparse.Namespace) -> int:
     """Moves the answers of a request. Returns the exit code: 1 if one could not be moved."""
     try:
         moved = asyncio.run(
-            _migrate(_addresses(arguments), arguments.request, arguments.to, arguments.index)
+            _migrate(admin_addresses(arguments), arguments.request, arguments.to, arguments.index)
         )
     except KeyboardInterrupt:
         print("(no longer watching; the answer goes on, moved or not: see pdmesh answers)")
@@ -131,7 +131,7 @@ async def _migrate(
     return not failed
 
 
-def _addresses(arguments: argparse.Namespace) -> list[str]:
+def admin_addresses(arguments: argparse.Namespace) -> list[str]:
     """Of the internal services of all routers."""
     if arguments.admin:
         return [str(arguments.admin)]

@@ -110,6 +110,15 @@ examples:
   pdmesh migrate 4f1c0d --index 1             one of its answers
 """
 
+_EXPLAIN = """\
+Every choice of a prefill and a decode worker that was made for a request, and what each worker
+would have cost. A router remembers its last 512 requests.
+
+examples:
+  pdmesh explain 4f1c0d                       a request id, or its beginning
+  pdmesh explain 4f1c0d --all --json          every worker, for programs
+"""
+
 _DRAFTS = "MTP drafts a step and sequence: 0 to 4, or auto: as many as pay off (default: 1)"
 
 
@@ -149,6 +158,7 @@ def parser() -> argparse.ArgumentParser:
     _add_drain(command("drain", "let a worker take nothing new", _DRAIN_TEXT))
     _add_answers(command("answers", "show the running answers", _ANSWERS))
     _add_migrate(command("migrate", "move a running answer to another worker", _MIGRATE))
+    _add_explain(command("explain", "why a request went to its workers", _EXPLAIN))
     add_verify_arguments(command("verify", VERIFY_TEXT, VERIFY_EPILOG))
     _add_simulate(command("simulate", "run the mesh on virtual time, with faults", _SIMULATE))
     command("version", "show the version")
@@ -271,6 +281,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         "--admin-file", type=Path, metavar="FILE", help="router: write the internal address here"
     )
     serve.add_argument("--max-attempts", type=int, help="router: tries of one request")
+    serve.add_argument("--policy", help="router: how workers are chosen (default: priced)")
     serve.add_argument("--metrics-port", type=int, help="Prometheus endpoint; 0: none (default)")
 
 
@@ -317,6 +328,13 @@ def _add_migrate(migrate: argparse.ArgumentParser) -> None:
     migrate.add_argument("--to", default="", metavar="WORKER", help="decode worker (default: any)")
     migrate.add_argument("--index", type=int, metavar="I", help="which answer (default: all)")
     _add_router(migrate)
+
+
+def _add_explain(explain: argparse.ArgumentParser) -> None:
+    explain.add_argument("request", metavar="REQUEST", help="request id, or its beginning")
+    explain.add_argument("--all", action="store_true", help="every worker, not the cheapest only")
+    explain.add_argument("--json", action="store_true", help="one JSON object")
+    _add_router(explain)
 
 
 def _add_router(parser: argparse.ArgumentParser) -> None:

@@ -40,6 +40,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from pdmesh.launch.answers import answers, migrate
 
         return (answers if arguments.command == "answers" else migrate)(arguments)
+    if arguments.command == "explain":
+        from pdmesh.launch.explain import explain
+
+        return explain(arguments)
     if arguments.command == "simulate":
         from pdmesh.simulation.command import run as simulate
 

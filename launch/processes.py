@@ -57,7 +57,7 @@ def router_spec(
         "router",
         (
             *("--id", name, "--port", str(port), "--deadline", str(router.deadline_s)),
-            *("--max-attempts", str(router.max_attempts)),
+            *("--max-attempts", str(router.max_attempts), "--policy", router.policy),
             *("--metrics-port", str(metrics_port), "--admin-file", str(admin_file)),
             *_shared_arguments(topology, secret),
         ),

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS, TRANSPORTS, check_transports
 from pdmesh.launch.ports import refusal
+from pdmesh.router.policies import DEFAULT_POLICY, POLICY_NAMES
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Arithmetic
 from pdmesh.wire.ids import PAGE_SIZE
@@ -120,6 +121,7 @@ class RouterSection:
     """``[router]``: the public servers. Each is whole by itself: clients use any of them."""
 
     workers: int = _number(1, 1, 64, "replicas, each with an address of its own")
+    policy: str = _choice(DEFAULT_POLICY, POLICY_NAMES, "how workers are chosen")
     deadline_s: float = _number(300.0, 1, 86_400, "for clients that set no deadline")
     max_attempts: int = _number(3, 1, 100, "tries of one request on different workers")
     metrics_port: int = _number(0, 0, 65535, "Prometheus endpoint of the first; 0: none")

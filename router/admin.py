@@ -1,4 +1,4 @@
-"""The router's internal service: what runs, and moving it by hand."""
+"""The router's internal service: what runs, moving it by hand, and why it is where it is."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ import os
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+from pdmesh.router.chooser import Chooser
 from pdmesh.router.handoff import LiveAnswer
 from pdmesh.router.move import Move
 from pdmesh.router.moves import Moves
-from pdmesh.wire.admin import AnswerList, MoveOrder, MoveReport, RunningAnswer
+from pdmesh.wire.admin import (
+    AnswerList,
+    ExplainRequest,
+    Explanation,
+    MoveOrder,
+    MoveReport,
+    RunningAnswer,
+)
 from pdmesh.wire.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
 from pdmesh.wire.messages import Empty
 from pdmesh.wire.rpc import Method
@@ -20,18 +28,28 @@ SERVICE = "router"
 class AdminService:
     """Handlers of the internal service ``router``."""
 
-    def __init__(self, moves: Moves) -> None:
+    def __init__(self, moves: Moves, chooser: Chooser) -> None:
         self._moves = moves
+        self._chooser = chooser
 
     def methods(self) -> list[Method]:
         return [
             Method("Answers", Empty, unary=self.answers),
             Method("MigrateAnswer", MoveOrder, stream=self.migrate),
+            Method("Explain", ExplainRequest, unary=self.explain),
         ]
 
     async def answers(self, _: Empty) -> AnswerList:
         """The running answers, oldest first."""
         return AnswerList(answers=tuple(_described(a) for a in self._moves.answers()))
+
+    async def explain(self, request: ExplainRequest) -> Explanation:
+        """Every choice that was made for a request, and what each worker would have cost.
+
+        Raises:
+            InvalidRequest: no such request is remembered, or several are meant.
+        """
+        return self._chooser.explain(request.request_id)
 
     async def migrate(self, order: MoveOrder) -> AsyncGenerator[MoveReport, None]:
         """Moves the answers that are meant, one after the other. A caller that leaves changes

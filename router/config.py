@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdmesh.router.policies import DEFAULT_POLICY
+
 
 @dataclass(frozen=True)
 class RouterConfig:
@@ -28,6 +30,8 @@ class RouterConfig:
     default_max_tokens: int = 1024
     default_timeout: float = 300.0
     """For clients that set no deadline."""
+    policy: str = DEFAULT_POLICY
+    """How workers are chosen: see ``pdmesh.router.policies``."""
     max_attempts: int = 3
     """Tries of one request on different workers, the first included."""
     poll_interval: float = 0.25

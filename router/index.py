@@ -16,7 +16,7 @@ never what an answer says.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -182,7 +182,8 @@ class PrefixIndex:
         count = len(hashes)
         if count == 0:
             return depths
-        get, live = self._masks.get, self._live
+        get: Callable[[bytes, int], int] = self._masks.get
+        live = self._live
         if self._pending:
             masks = _Both(self._masks, self._pending)
             get = masks.get

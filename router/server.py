@@ -16,6 +16,7 @@ from pdmesh.registry.client import RegistryView
 from pdmesh.registry.host import Binding, bind
 from pdmesh.router.account import Account
 from pdmesh.router.admin import SERVICE, AdminService, write_address
+from pdmesh.router.chooser import Chooser
 from pdmesh.router.clients import WorkerClients
 from pdmesh.router.config import RouterConfig
 from pdmesh.router.defaults import sampling_defaults
@@ -88,6 +89,7 @@ class Router:
         account = Account(self.metrics, time.monotonic)
         around = Surroundings(self.view, self.clients, account, time.monotonic, config.silence_s)
         self.moves = Moves(around, rng)
+        self.chooser = Chooser(rng, time.monotonic, config.policy)
         self._chat = ChatServer(
             RequestParser(
                 tokenizer=tokenizer,
@@ -102,8 +104,8 @@ class Router:
                 self.clients,
                 account,
                 self.moves,
+                self.chooser,
                 ServiceConfig(read_secret(config.secret_file), config.max_attempts),
-                rng=rng,
             ),
             self.view,
             self.metrics,
@@ -127,7 +129,7 @@ class Router:
         add_service(server, "router", [join_method(config, self._page_formats)])
         self.address = bind(server, Binding(config.host, config.port))
         admin = grpc.aio.server(options=server_options(MAX_INTERNAL_MESSAGE))
-        add_service(admin, SERVICE, AdminService(self.moves).methods())
+        add_service(admin, SERVICE, AdminService(self.moves, self.chooser).methods())
         self.admin_address = bind(admin, Binding(config.host, config.admin_port))
         if config.metrics_port is not None:
             self.metrics_port, self._stop_metrics = self.metrics.serve(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -10,12 +9,13 @@ from dataclasses import dataclass
 
 from pdmesh.router.account import Account
 from pdmesh.router.answers import Answers, Event, Finished
+from pdmesh.router.chooser import Chooser
 from pdmesh.router.clients import WorkerClients
 from pdmesh.router.failure import AttemptFailed, blame
 from pdmesh.router.fanout import merged
 from pdmesh.router.leases import HeldLease
 from pdmesh.router.moves import Moves
-from pdmesh.router.policy import Route, choose_route
+from pdmesh.router.policy import Route
 from pdmesh.router.request import GenerateRequest
 from pdmesh.router.run import Run
 from pdmesh.router.stream import Delta, GatewayStream, Limits
@@ -55,8 +55,8 @@ class Service:
         clients: channels to the workers.
         account: counts and logs.
         moves: keeps the running answers.
+        chooser: chooses the workers.
         config: see ServiceConfig.
-        rng: breaks ties between equal workers.
         clock: seconds, monotone; of the requests' deadlines too.
     """
 
@@ -67,9 +67,9 @@ class Service:
         clients: WorkerClients,
         account: Account,
         moves: Moves,
+        chooser: Chooser,
         config: ServiceConfig,
         *,
-        rng: random.Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tokenizer = tokenizer
@@ -77,8 +77,8 @@ class Service:
         self._clients = clients
         self._account = account
         self._moves = moves
+        self._chooser = chooser
         self._config = config
-        self._rng = rng
         self._clock = clock
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
@@ -191,7 +191,7 @@ class Service:
     def _choose(self, run: Run, n: int) -> Route:
         started = self._clock()
         try:
-            route = choose_route(run.facts(n), self._view.snapshot(run.hashes), self._rng)
+            route = self._chooser.choose(run, n, self._view.snapshot(run.hashes))
         except Unavailable as error:
             raise run.give_up(error.message) from error
         run.route = route

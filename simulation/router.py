@@ -14,6 +14,7 @@ import tokenizers
 from pdmesh.registry.client import RegistryView
 from pdmesh.router.account import Account
 from pdmesh.router.answers import Finished
+from pdmesh.router.chooser import Chooser
 from pdmesh.router.clients import WorkerClients
 from pdmesh.router.handoff import Surroundings as MoveSurroundings
 from pdmesh.router.metrics import Metrics
@@ -140,8 +141,8 @@ class SimRouter:
             self.clients,
             account,
             self.moves,
+            Chooser(rng, clock),
             ServiceConfig(SECRET),
-            rng=rng,
             clock=clock,
         )
         process.ended.append(self._lost)

@@ -59,6 +59,7 @@ max_waiting = 7
 metrics_port = 9300
 [router]
 workers = 2
+policy = "round_robin"
 deadline_s = 1.5
 max_attempts = 2
 metrics_port = 9100

@@ -8,6 +8,7 @@ import signal
 import grpc
 import meshes
 import pytest
+from mesh_changes import pdmesh
 
 PROMPTS = [list(range(300 + 200 * n, 470 + 200 * n)) for n in range(4)]
 
@@ -44,6 +45,26 @@ async def test_pages_computed_for_one_router_are_known_to_the_other(mesh):
         assert warm.token_ids == cold.token_ids
         assert (await known_pages(two, PROMPTS[0])).token_ids == cold.token_ids
     assert await mesh.problems() == []
+
+
+async def test_every_choice_is_explained_whichever_router_made_it(mesh):
+    for number, address in enumerate(both(mesh)):
+        async with meshes.chat_stub(address) as stub:
+            name = f"asked-{number}"
+            answer = await meshes.ask(
+                stub, PROMPTS[3], max_tokens=4, ignore_eos=True, request_id=name
+            )
+        text = "\n".join(await pdmesh(mesh, "explain", name))
+        assert f"request {name}, policy priced" in text
+        assert "170 prompt tokens" in text
+        chosen = {line.split()[1] for line in text.splitlines() if line.startswith("->")}
+        assert chosen == {answer.timing.prefill_worker, answer.timing.decode_worker}
+        told = json.loads("".join(await pdmesh(mesh, "explain", name, "--json")))
+        assert {c["worker_id"] for c in told["choices"][0]["candidates"]} == {
+            "prefill-0",
+            "decode-0",
+            "decode-1",
+        }
 
 
 async def test_a_router_that_is_killed_takes_only_its_own_streams_along(mesh):

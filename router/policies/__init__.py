@@ -36,6 +36,7 @@ _MAKERS: dict[str, Callable[[Costs], Policy]] = {
     "random": Random,
 }
 POLICY_NAMES = tuple(_MAKERS)
+DEFAULT_POLICY = "priced"
 
 
 def make_policy(name: str, costs: Costs | None = None) -> Policy:
