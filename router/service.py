@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from pdmesh.router.account import Account
+from pdmesh.router.admission import Admission, Shed
 from pdmesh.router.answers import Answers, Event, Finished
 from pdmesh.router.chooser import Chooser
 from pdmesh.router.clients import WorkerClients
@@ -22,7 +23,7 @@ from pdmesh.router.stream import Delta, GatewayStream, Limits
 from pdmesh.router.view import Booking, MeshView
 from pdmesh.text.output import OutputText
 from pdmesh.text.tokenizer import Tokenizer
-from pdmesh.wire.errors import Unavailable
+from pdmesh.wire.errors import Overloaded, Unavailable
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,15 @@ class Service:
         self._chooser = chooser
         self._config = config
         self._clock = clock
+        self._admission = Admission()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """The answers as they come, each ended by a ``Finished``. Closing it cancels the request.
 
         Raises:
             InvalidRequest: the id is in use, or no worker could ever hold the request.
-            Overloaded: no decode worker has room, or lets the request wait for it.
+            Shed: no decode worker has room, or lets the request wait for it; or its first token
+                could not come before its deadline.
             Unavailable: no worker is ready, or too many failed.
         """
         answers = self._answers(request)
@@ -151,6 +154,7 @@ class Service:
                 booking.prefilled()
                 with blame(route.prefill):
                     lead.note_prefill(first, n)
+                    self._admission.note(first.computed_tokens, first.compute_ms / 1e3)
                     begun = []
                     for i, run in enumerate(runs):
                         if i:
@@ -190,10 +194,17 @@ class Service:
 
     def _choose(self, run: Run, n: int) -> Route:
         started = self._clock()
+        snapshot = self._view.snapshot(run.hashes)
         try:
-            route = self._chooser.choose(run, n, self._view.snapshot(run.hashes))
+            route = self._chooser.choose(run, n, snapshot)
+            if not run.gate.tokens and not run.failures:
+                self._admission.check(route, snapshot, run.remaining())
         except Unavailable as error:
             raise run.give_up(error.message) from error
+        except Shed:
+            raise
+        except Overloaded as error:
+            raise Shed(error.message, self._admission.retry_after_s(snapshot)) from error
         run.route = route
         run.router_s += self._clock() - started
         self._account.routed(run, route)

@@ -185,6 +185,7 @@ class FakeWorker:
 @dataclass
 class FakePrefill(FakeWorker):
     cached_tokens: int = 0
+    compute_ms: float = 2.0
     most_tokens: int = 99
     """First tokens in an answer at most."""
 
@@ -204,7 +205,7 @@ class FakePrefill(FakeWorker):
             computed_tokens=len(request.token_ids) - self.cached_tokens,
             pushed_pages=1,
             queue_ms=1.0,
-            compute_ms=2.0,
+            compute_ms=self.compute_ms,
         )
 
 
