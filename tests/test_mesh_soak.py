@@ -161,12 +161,14 @@ class Disturber:
 
     async def kill(self) -> None:
         name = self.rng.choice(await self.workers())
-        old = self.mesh.pids()[name]
+        old = (await changes.members(self.mesh))[name].instance
         self.soak.kills.append(time.monotonic())
-        os.kill(old, signal.SIGKILL)
+        os.kill(self.mesh.pids()[name], signal.SIGKILL)
 
         async def another() -> bool:
-            return self.mesh.pids().get(name) not in (old, None)
+            """Also in the store, which lists the dead one until its lease ends."""
+            found = (await changes.members(self.mesh)).get(name)
+            return found is not None and found.instance != old
 
         await changes.until(another, f"{name} is not started again")
 
