@@ -157,7 +157,7 @@ async def test_max_tokens_counts_the_token_that_prefill_made(stub):
 
 async def test_the_context_may_be_filled_to_its_last_token(stub):
     prompt = [5 + i % 900 for i in range(4095)]
-    answer = await meshes.ask(stub, prompt, max_tokens=1, ignore_eos=True)
+    answer = await meshes.ask(stub, prompt, max_tokens=1, ignore_eos=True, timeout=500)
     assert len(answer.token_ids) == 1
 
 
@@ -207,11 +207,14 @@ async def test_a_client_that_leaves_frees_both_sides(mesh, stub, tokens_seen):
 
 async def test_a_deadline_ends_the_work_everywhere(mesh, stub):
     before = await tokens_generated(mesh)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await meshes.ask(stub, PROMPT, timeout=1.0, max_tokens=3900, ignore_eos=True)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert await mesh.problems() == []
-    assert 0 < await tokens_generated(mesh) - before < 3000
+    for deadline in (1.0, 4.0, 16.0):  # the first that is long enough to begin
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await meshes.ask(stub, PROMPT, timeout=deadline, max_tokens=3900, ignore_eos=True)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await mesh.problems() == []
+        if generated := await tokens_generated(mesh) - before:
+            break
+    assert 0 < generated < 3000
 
 
 async def tokens_generated(mesh):
