@@ -191,9 +191,7 @@ def choose_target(
     return _cheapest([_score("decode", facts, c) for c in roomy], rng).candidate.record
 
 
-def usable(
-    role: Role, facts: RequestFacts, candidates: Sequence[Candidate]
-) -> Sequence[Candidate]:
+def usable(role: Role, facts: RequestFacts, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """The workers that a request may go to; what a policy says of the others does not matter.
 
     Raises:

@@ -10,7 +10,7 @@ from pdmesh.wire.messages import WorkerRecord
 
 ROOM_MS = 1e6
 """For a decode worker whose pool looks too full; it may have room when asked."""
-SUSPECT_MS = 1e12
+SUSPECT_MS = 1e15
 """For a worker that failed this request before, where nothing better is left."""
 
 

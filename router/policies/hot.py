@@ -69,7 +69,9 @@ class HotPrefixes:
         return math.exp(-max(0.0, now - heat.at) / self._horizon_s)
 
     def _forget(self, now: float) -> None:
-        by_rate = sorted(self._heat.items(), key=lambda item: item[1].rate * self._fade(item[1], now))
+        by_rate = sorted(
+            self._heat.items(), key=lambda item: item[1].rate * self._fade(item[1], now)
+        )
         self._heat = dict(by_rate[len(by_rate) // 2 :])
 
 

@@ -1,6 +1,6 @@
 """The policy of pdmesh: the pair of workers whose choice costs everybody least.
 
-In milliseconds, for a prompt of L tokens at a prefill worker that has c of them and a decode worker:
+In milliseconds, for a prompt of L tokens, a prefill worker that has c of them, and a decode worker:
 
     queue    until the prefill worker begins
     compute  token_ms * (L - c) + pair_ms * (L^2 - c^2) + step_ms
