@@ -270,6 +270,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         "--admin-file", type=Path, metavar="FILE", help="router: write the internal address here"
     )
     serve.add_argument("--max-attempts", type=int, help="router: tries of one request")
+    serve.add_argument("--policy", metavar="NAME", help="router: how workers are chosen")
     serve.add_argument("--metrics-port", type=int, help="Prometheus endpoint; 0: none (default)")
 
 

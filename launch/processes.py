@@ -47,7 +47,7 @@ def router_spec(topology: Topology, port: int, secret: Path, admin_file: Path) -
         "router",
         (
             *("--id", "router", "--port", str(port), "--deadline", str(router.deadline_s)),
-            *("--max-attempts", str(router.max_attempts)),
+            *("--max-attempts", str(router.max_attempts), "--policy", router.policy),
             *("--metrics-port", str(router.metrics_port), "--admin-file", str(admin_file)),
             *_shared_arguments(topology, secret),
         ),

@@ -76,6 +76,7 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
         topology = topology.changed("mesh", "--port", port=a.port)
         topology = topology.changed("router", "--deadline", deadline_s=a.deadline)
         topology = topology.changed("router", "--max-attempts", max_attempts=a.max_attempts)
+        topology = topology.changed("router", "--policy", policy=a.policy)
     else:
         topology = topology.changed(a.role, "--pages", pages=a.pages)
         topology = topology.changed(a.role, "--threads", threads=a.threads)
@@ -194,6 +195,7 @@ def _router(
             metrics_port=topology.router.metrics_port or None,
             default_timeout=topology.router.deadline_s,
             max_attempts=topology.router.max_attempts,
+            policy=topology.router.policy,
             admin_port=admin_port,
             admin_file=admin_file,
             lease_ttl_s=mesh.lease_ttl_s,

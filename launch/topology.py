@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS, TRANSPORTS, check_transports
 from pdmesh.launch.ports import refusal
+from pdmesh.router.policies import POLICY_NAMES
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Arithmetic
 from pdmesh.wire.ids import PAGE_SIZE
@@ -121,6 +122,7 @@ class RouterSection:
 
     deadline_s: float = _number(300.0, 1, 86_400, "for clients that set no deadline")
     max_attempts: int = _number(3, 1, 100, "tries of one request on different workers")
+    policy: str = _choice("tokens", POLICY_NAMES, "how workers are chosen")
     metrics_port: int = _number(0, 0, 65535, "Prometheus endpoint; 0: none")
 
 

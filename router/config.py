@@ -30,6 +30,8 @@ class RouterConfig:
     """For clients that set no deadline."""
     max_attempts: int = 3
     """Tries of one request on different workers, the first included."""
+    policy: str = "tokens"
+    """How workers are chosen: a name of ``pdmesh.router.policies``."""
     poll_interval: float = 0.25
     stop_grace: float = 5.0
     """Time that running requests get to finish when the router stops."""

@@ -102,7 +102,7 @@ class Router:
                 self.clients,
                 account,
                 self.moves,
-                ServiceConfig(read_secret(config.secret_file), config.max_attempts),
+                ServiceConfig(read_secret(config.secret_file), config.max_attempts, config.policy),
                 rng=rng,
             ),
             self.view,

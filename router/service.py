@@ -15,7 +15,8 @@ from pdmesh.router.failure import AttemptFailed, blame
 from pdmesh.router.fanout import merged
 from pdmesh.router.leases import HeldLease
 from pdmesh.router.moves import Moves
-from pdmesh.router.policy import Route, choose_route
+from pdmesh.router.policies import make_policy
+from pdmesh.router.policy import Route
 from pdmesh.router.request import GenerateRequest
 from pdmesh.router.run import Run
 from pdmesh.router.stream import Delta, GatewayStream, Limits
@@ -32,6 +33,8 @@ class ServiceConfig:
     key: bytes
     """Of the page hashes."""
     max_attempts: int = 3
+    policy: str = "tokens"
+    """A name of ``pdmesh.router.policies``."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Service:
         self._moves = moves
         self._config = config
         self._rng = rng
+        self._policy = make_policy(config.policy)
         self._clock = clock
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
@@ -191,7 +195,8 @@ class Service:
     def _choose(self, run: Run, n: int) -> Route:
         started = self._clock()
         try:
-            route = choose_route(run.facts(n), self._view.snapshot(run.hashes), self._rng)
+            snapshot = self._view.snapshot(run.hashes)
+            route = self._policy.choose(run.facts(n), snapshot, self._rng, started)
         except Unavailable as error:
             raise run.give_up(error.message) from error
         run.route = route

@@ -155,9 +155,9 @@ class MeshView:
 
     def snapshot(self, hashes: PromptHashes) -> Snapshot:
         """The ready workers as seen by a prompt with these page hashes."""
-        return Snapshot(
-            prefill=self.candidates("prefill", hashes), decode=self.candidates("decode", hashes)
-        )
+        prefill = self.candidates("prefill", hashes)
+        first = hashes.for_format(prefill[0].record.page_format)[:1] if prefill else ()
+        return Snapshot(prefill, self.candidates("decode", hashes), b"".join(first))
 
     def sources(
         self, hashes: PromptHashes, chosen: WorkerRecord, besides: Sequence[WorkerRecord] = ()
@@ -188,12 +188,13 @@ class MeshView:
         polled = self._polled.get(record.instance)
         own = self._requests.get(record.instance, 0)
         owned = hashes.for_format(record.page_format)
-        others, free = 0, None
+        others, free, empty = 0, None, None
         if polled is not None:
             status = polled.status
             there = max(status.queued + status.running, status.leases)
             others = max(0, there - polled.own_requests)
             free = status.pool.free + status.pool.cached
+            empty = status.pool.free
         return Candidate(
             record=record,
             owned_pages=self._registry.owned_prefix(record.worker_id, owned),
@@ -201,6 +202,7 @@ class MeshView:
             own_tokens=self._tokens.get(record.instance, 0),
             other_requests=others,
             free_pages=free,
+            empty_pages=empty,
         )
 
     def _registered(self) -> list[WorkerRecord]:
