@@ -16,7 +16,7 @@ never what an answer says.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -27,6 +27,7 @@ _SCANNED = 64
 """Pages of a prompt in which several owners stop are looked at one by one; more are halved."""
 _NAMES = 4096
 """Sets of owners whose slots are kept spelled out."""
+_Get = Callable[[bytes, int], int]
 
 
 @dataclass
@@ -182,7 +183,8 @@ class PrefixIndex:
         count = len(hashes)
         if count == 0:
             return depths
-        get, live = self._masks.get, self._live
+        get: _Get = self._masks.get
+        live = self._live
         if self._pending:
             masks = _Both(self._masks, self._pending)
             get = masks.get

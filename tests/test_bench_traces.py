@@ -64,9 +64,7 @@ def test_every_policy_is_replayed_and_none_hits_more_than_shared_memory(bench, t
 
 
 def test_a_replay_gives_the_same_figures_again(bench, trace):
-    one, two = (
-        bench[0].replay(trace, 500, 4, "priced", random.Random(7)) for _ in range(2)
-    )
+    one, two = (bench[0].replay(trace, 500, 4, "priced", random.Random(7)) for _ in range(2))
     assert (one.hit, one.imbalance, one.p99_s) == (two.hit, two.imbalance, two.p99_s)
 
 
@@ -77,8 +75,7 @@ def test_a_figure_that_is_too_low_is_said(bench, trace):
     def cell(hit, mean, reference=None):
         rows = {"priced": (hit, mean), "bounded_load": (0.5, 9.0), "min_ttft": (0.4, 1.0)}
         return [
-            make("t", 3000, 4, name, h, 1.0, m, m, 1.0, reference)
-            for name, (h, m) in rows.items()
+            make("t", 3000, 4, name, h, 1.0, m, m, 1.0, reference) for name, (h, m) in rows.items()
         ]
 
     assert list(route_replay.shortfalls(cell(0.49, 1.0), True)) == []
