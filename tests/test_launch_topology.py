@@ -60,6 +60,7 @@ metrics_port = 9300
 [router]
 deadline_s = 1.5
 max_attempts = 2
+policy = "priced"
 metrics_port = 9100
 """
 
