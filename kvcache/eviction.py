@@ -112,8 +112,8 @@ class Lru:
 
 _PER_CACHE = 16
 """Buckets of time to a full turnover of the cache."""
-_TURNS = 8
-_LENGTHS = (3, 8, 48, 96, 160)
+_TURNS = 4
+_LENGTHS = (3, 48, 96)
 """Chains of up to so many pages are told apart."""
 _GHOSTS = 8
 """Evicted pages that are remembered, in caches."""

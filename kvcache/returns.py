@@ -8,7 +8,7 @@ BUCKETS = 64
 """Ages that are told apart; what is older is overdue."""
 FRESH = 128
 """The indices are worked out again after so many releases."""
-TRUST = 20.0
+TRUST = 50.0
 """Chains of a kind after which their own record counts as much as that of all kinds."""
 
 
