@@ -45,17 +45,8 @@ BUSY = 0.9
 TRACES = ("mooncake_conversation.jsonl", "mooncake_synthetic.jsonl")
 SHARED = "shared"
 """One worker with all the memory: the most that any routing can hit."""
-POLICIES = (
-    SHARED,
-    "random",
-    "round_robin",
-    "least_load",
-    "session_affinity",
-    "longest_prefix",
-    "bounded_load",
-    "min_ttft",
-    "priced",
-)
+PLAIN = ("random", "round_robin", "least_load", "session_affinity", "longest_prefix")
+POLICIES = (SHARED, *PLAIN, "bounded_load", "min_ttft", "priced")
 REFERENCE = {
     "random": "random{n}",
     "least_load": "least{n}",
@@ -109,12 +100,11 @@ class Result:
 def load(path: Path, limit: int | None = None) -> Trace:
     """Reads a trace; the block size is the one that fits all lengths."""
     rows = [json.loads(line) for line in path.read_text().splitlines() if line][:limit]
-    sizes = [1 << bits for bits in range(2, 12)]
-    fitting = [
-        size
-        for size in sizes
-        if all(-(-row["input_length"] // size) == len(row["hash_ids"]) for row in rows)
-    ]
+
+    def fits(size: int) -> bool:
+        return all(-(-row["input_length"] // size) == len(row["hash_ids"]) for row in rows)
+
+    fitting = [size for size in (1 << bits for bits in range(2, 12)) if fits(size)]
     if not fitting:
         raise SystemExit(f"{path}: no block size fits the lengths and the hash_ids")
     names: dict[int, bytes] = {}
