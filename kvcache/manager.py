@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
+from pdmesh.kvcache.eviction import EvictionName, make_eviction
 from pdmesh.kvcache.pool import PagePool, PageState
 from pdmesh.kvcache.prefix_cache import PrefixCache
 from pdmesh.kvcache.reservation import Reservation as Reservation
@@ -33,6 +34,7 @@ class KvManager:
         page_size: tokens per page.
         on_publish: told of hashes that this worker now owns, parents first.
         on_evict: told of hashes that it owns no longer, children first.
+        eviction: which cached pages go first.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class KvManager:
         page_size: int,
         on_publish: HashesCallback,
         on_evict: HashesCallback,
+        eviction: EvictionName = "lru",
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
@@ -48,7 +51,7 @@ class KvManager:
         self._on_evict = on_evict
         self._lock = threading.RLock()
         self._pool = PagePool(num_pages)
-        self._cache = PrefixCache(self._pool)
+        self._cache = PrefixCache(self._pool, make_eviction(eviction, num_pages))
         self._live: set[Reservation] = set()
         self._quarantines: dict[int, frozenset[int]] = {}
         self._held_by_quarantine: Counter[int] = Counter()

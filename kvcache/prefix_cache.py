@@ -2,16 +2,16 @@
 
 The hash of a page is chained over its ancestors, so no tree is needed to find a prefix; each entry
 keeps its parent's hash and the number of its children for one purpose: pages leave leaf first, in
-order of last use. With parents published first, the owned set is prefix-closed: the parent of an
-owned page is owned.
+an order that an ``Eviction`` decides. With parents published first, the owned set is prefix-closed:
+the parent of an owned page is owned.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pdmesh.kvcache.eviction import Eviction, Lru
 from pdmesh.kvcache.pool import PagePool, PageState
 from pdmesh.wire.errors import InternalError
 from pdmesh.wire.hashes import PageHash
@@ -22,18 +22,21 @@ class _Entry:
     page: int
     parent: PageHash | None
     children: int = 0
-    last_use: int = 0
 
 
 class PrefixCache:
-    """Hash to page over a pool. Deterministic: last use is a count of releases, not a time."""
+    """Hash to page over a pool. Deterministic: no clock decides what is evicted.
 
-    def __init__(self, pool: PagePool) -> None:
+    Args:
+        pool: the pages.
+        eviction: decides which leaf goes; the least recently used one by default.
+    """
+
+    def __init__(self, pool: PagePool, eviction: Eviction | None = None) -> None:
         self._pool = pool
+        self._eviction = eviction or Lru()
         self._entries: dict[PageHash, _Entry] = {}
         self._hash_of: dict[int, PageHash] = {}
-        self._leaves: list[tuple[int, PageHash]] = []
-        self._now = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -74,6 +77,7 @@ class PrefixCache:
             holder.children += 1
         self._entries[page_hash] = _Entry(page, parent)
         self._hash_of[page] = page_hash
+        self._eviction.inserted(page_hash, parent)
 
     def replace(self, page_hash: PageHash, page: int) -> int:
         """Owns ``page`` in place of another page of the same contents; returns the other."""
@@ -84,27 +88,24 @@ class PrefixCache:
         return old
 
     def start_release(self) -> None:
-        """Begins a new moment of use; pages released after it are more recent than all before."""
-        self._now += 1
+        """A sequence lets go of its pages; those that become cached follow, the deepest first."""
+        self._eviction.start_release()
 
     def released(self, page: int) -> None:
         """Notes that an owned page has just become cached."""
         page_hash = self._hash_of[page]
-        self._entries[page_hash].last_use = self._now
+        self._eviction.released(page_hash)
         self._note_leaf(page_hash)
 
     def evict_one(self) -> PageHash:
-        """Disowns and frees the least recently used cached leaf; returns its hash.
+        """Disowns and frees the cached leaf that the policy names; returns its hash.
 
         Raises:
             InternalError: no page is cached.
         """
-        while self._leaves:
-            last_use, page_hash = heapq.heappop(self._leaves)
-            if self._is_leaf(page_hash, last_use):
-                self._pool.evict(self._remove(page_hash))
-                return page_hash
-        raise InternalError("no cached page can be evicted")
+        page_hash = self._eviction.victim(self._is_leaf)
+        self._pool.evict(self._remove(page_hash))
+        return page_hash
 
     def clear(self) -> list[PageHash]:
         """Disowns everything and frees the cached pages; returns the hashes, children first."""
@@ -115,7 +116,7 @@ class PrefixCache:
                 self._pool.evict(page)
         self._entries.clear()
         self._hash_of.clear()
-        self._leaves.clear()
+        self._eviction.clear()
         return hashes
 
     def check_integrity(self) -> list[str]:
@@ -149,25 +150,20 @@ class PrefixCache:
     def _remove(self, page_hash: PageHash) -> int:
         entry = self._entries.pop(page_hash)
         del self._hash_of[entry.page]
+        self._eviction.removed(page_hash)
         if entry.parent is not None:
             self._entries[entry.parent].children -= 1
             self._note_leaf(entry.parent)
         return entry.page
 
     def _note_leaf(self, page_hash: PageHash) -> None:
-        entry = self._entries[page_hash]
-        if not self._is_leaf(page_hash, entry.last_use):
-            return
-        heapq.heappush(self._leaves, (entry.last_use, page_hash))
-        if len(self._leaves) > 2 * len(self._entries) + 64:
-            self._leaves = [leaf for leaf in set(self._leaves) if self._is_leaf(leaf[1], leaf[0])]
-            heapq.heapify(self._leaves)
+        if self._is_leaf(page_hash):
+            self._eviction.leaf(page_hash)
 
-    def _is_leaf(self, page_hash: PageHash, last_use: int) -> bool:
+    def _is_leaf(self, page_hash: PageHash) -> bool:
         entry = self._entries.get(page_hash)
         return (
             entry is not None
             and entry.children == 0
-            and entry.last_use == last_use
             and self._pool.state(entry.page) is PageState.CACHED
         )

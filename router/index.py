@@ -27,6 +27,7 @@ _SCANNED = 64
 """Pages of a prompt in which several owners stop are looked at one by one; more are halved."""
 _NAMES = 4096
 """Sets of owners whose slots are kept spelled out."""
+_Get = Callable[[bytes, int], int]
 
 
 @dataclass
@@ -182,7 +183,7 @@ class PrefixIndex:
         count = len(hashes)
         if count == 0:
             return depths
-        get: Callable[[bytes, int], int] = self._masks.get
+        get: _Get = self._masks.get
         live = self._live
         if self._pending:
             masks = _Both(self._masks, self._pending)

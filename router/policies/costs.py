@@ -10,7 +10,7 @@ from pdmesh.wire.messages import WorkerRecord
 
 ROOM_MS = 1e6
 """For a decode worker whose pool looks too full; it may have room when asked."""
-SUSPECT_MS = 1e12
+SUSPECT_MS = 1e15
 """For a worker that failed this request before, where nothing better is left."""
 
 
@@ -63,8 +63,8 @@ class Costs:
     beta: float = 0.8
     """Weight of the delay that a request's work causes to others."""
     least_price: float = 0.25
-    """Delay of others for a millisecond of work in an idle pool: a prefix is not computed twice for
-    a gain of less than this part of it."""
+    """Least price of a millisecond of work where several ask for the same prefix: a burst does not
+    compute it everywhere, however idle the workers are."""
     kappa: float = 0.3
     """Weight of making one more copy of a prefix where that evicts something."""
     horizon_s: float = 60.0

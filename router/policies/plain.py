@@ -18,7 +18,7 @@ WINDOW_S = 30.0
 """Load is the work sent within so many seconds."""
 BOUND = 1.25
 """An owner is too busy at so many times the mean load."""
-_TOKEN, _LOAD, _OVER = 1e3, 1e-4, 1e10
+_TOKEN, _LOAD, _OVER = 1e5, 1e-2, 1e12
 """Weights of what comes first, second and before all: a missing token, a token of load, being too
 busy."""
 

@@ -6,7 +6,8 @@ In milliseconds, for a prompt of L tokens, a prefill worker that has c of them, 
     compute  token_ms * (L - c) + pair_ms * (L^2 - c^2) + step_ms
     fetch    instead of computing it, moving a longer prefix from its owner, if that is quicker
     others   beta * price * compute, where price is the delay that a millisecond of work added now
-             causes to all who come later (``Pressure.price``, and at least ``least_price``)
+             causes to all who come later (``Pressure.price``); in a burst over one prefix it is at
+             least ``least_price``
     copy     kappa * the time to compute what another worker has, where the cache is full: what is
              evicted for one more copy has to be computed again
     decode   sequences, context and latency at the decode worker (``Costs.decode_ms``)
@@ -30,6 +31,8 @@ from pdmesh.router.policies.pressure import Pressure
 from pdmesh.router.policy import Candidate, RequestFacts, Route, Score, Snapshot
 from pdmesh.wire.messages import WorkerRecord
 
+_BURST = 4
+"""Requests with one prefix within ``horizon_s`` that are a burst."""
 _PREFILL = ("queue", "compute", "fetch", "others", "copy", "suspect")
 _DECODE = ("decode", "transfer", "suspect")
 
@@ -177,7 +180,8 @@ class Priced:
         costs, tokens, suspect = self.costs, facts.num_prompt_tokens, facts.avoid.suspect
         page_size = prefill[0].record.page_format.page_size
         price = self.pressure.price(len(prefill), now, costs.routers)
-        others = costs.beta * max(price, costs.least_price)
+        asked = self.hot.rate(anchor, now) * costs.horizon_s / _BURST if anchor else 1.0
+        others = costs.beta * max(price, costs.least_price * min(1.0, asked))
         deepest = max(prefill, key=_depth)
         most = min(deepest.owned_pages * page_size, tokens - 1)
         whole = costs.prefill_ms(tokens, most)
