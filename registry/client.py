@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
+import secrets
 import time
 from collections.abc import Callable, Sequence
 
@@ -72,7 +72,7 @@ class RegistryView:
         self._make_index = index
         self._pages = Partitions(self._store, self._store.layout, index)
         self._check = Ticker(_CHECK_S, clock())
-        self._sweep = Ticker(_ASK_SWEEP_S, clock(), random.random())
+        self._sweep = Ticker(_ASK_SWEEP_S, clock(), secrets.randbelow(1000) / 1000)
         self._connected = False
         self._loaded = asyncio.Event()
         self._failure: ConfigError | None = None
