@@ -2,7 +2,7 @@
 
 The URL is redis-py's (``redis://user:password@host:port/db``, ``rediss://`` with ``ssl_*`` options,
 ``unix://``, timeouts as options), and ``cluster=true`` for a Redis Cluster, ``partitions=N`` for
-the number of partitions that a new mesh gets.
+the number of partitions and ``pages=N`` for how many pages a new mesh is laid out.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from redis.asyncio.connection import ConnectionPool, SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from pdmesh.registry.layout import Layout
+from pdmesh.registry.layout import PAGES, Layout, bits_for
 from pdmesh.wire.errors import ConfigError
 
 CONNECT_TIMEOUT_S = 2.0
 ANSWER_TIMEOUT_S = 3.0
 PARTITIONS = 16
 CLUSTER_PARTITIONS = 256
+_OWN = ("cluster", "partitions", "pages")
 _YES, _NO = ("true", "yes", "1"), ("false", "no", "0")
 
 
@@ -73,7 +74,8 @@ def parse_address(url: str) -> Address:
         plain, own = _own_options(url)
         options: dict[str, Any] = dict(parse_url(plain))
         cluster = _flag(own.get("cluster", "false"))
-        layout = Layout(int(own.get("partitions", CLUSTER_PARTITIONS if cluster else PARTITIONS)))
+        count = int(own.get("partitions", CLUSTER_PARTITIONS if cluster else PARTITIONS))
+        layout = Layout(count, bits_for(int(own.get("pages", PAGES))))
         if urlsplit(url).scheme != "unix":
             options.setdefault("socket_connect_timeout", CONNECT_TIMEOUT_S)
             options.setdefault("socket_keepalive", True)
@@ -101,7 +103,7 @@ def check_url(url: str) -> None:
 def _own_options(url: str) -> tuple[str, dict[str, str]]:
     parts = urlsplit(url)
     query = parse_qsl(parts.query, keep_blank_values=True)
-    own = {name: value for name, value in query if name in ("cluster", "partitions")}
+    own = {name: value for name, value in query if name in _OWN}
     rest = [(name, value) for name, value in query if name not in own]
     return urlunsplit(parts._replace(query=urlencode(rest))) if own else url, own
 

@@ -3,7 +3,7 @@
 --
 -- Keys, all with the hash tag {mesh:ctl}, so that they lie in one slot:
 --   1 meta    hash    inc (random, new after a loss of data), seq (last event), epoch (last given),
---                     partitions, next (first slot never given)
+--                     layout, next (first slot never given)
 --   2 leases  zset    worker -> end of its lease, ms of Redis' clock
 --   3 roster  hash    worker -> "epoch:state:slot"
 --   4 events  stream  entry <seq>-0 for every change; capped
@@ -31,9 +31,9 @@ local function text(number)
 end
 
 -- Names the data set; a data set without a name is new, and its events would be another's.
-local function begin(keys, candidate, partitions)
+local function begin(keys, candidate, layout)
   if redis.call('HSETNX', keys[1], 'inc', candidate) == 1 then
-    redis.call('HSET', keys[1], 'partitions', partitions)
+    redis.call('HSET', keys[1], 'layout', layout)
     redis.call('HDEL', keys[1], 'seq')
     redis.call('DEL', keys[4])
   end
@@ -101,8 +101,8 @@ local function reap(keys)
   end
 end
 
--- ARGV: id, instance, record, ttl_ms, state, takeover (1 or 0), candidate for inc, partitions,
--- floor. Answers OK epoch slot partitions; TAKEN instance if a live process of another instance
+-- ARGV: id, instance, record, ttl_ms, state, takeover (1 or 0), candidate for inc, layout,
+-- floor. Answers OK epoch slot layout; TAKEN instance if a live process of another instance
 -- holds the name; FULL if there are too many workers.
 -- Epochs rise for ever: above the floor, by one, and to the clock, so also across a loss of data.
 local function register(keys, args)
@@ -125,7 +125,7 @@ local function register(keys, args)
   touch(keys, id, epoch, state, slot, ttl)
   emit(keys, 'op', 'join', 'worker', id, 'epoch', epoch, 'state', state, 'slot', slot,
     'record', record)
-  return { 'OK', epoch, slot, redis.call('HGET', keys[1], 'partitions') }
+  return { 'OK', epoch, slot, redis.call('HGET', keys[1], 'layout') }
 end
 
 -- ARGV: id, epoch, ttl_ms.
@@ -160,12 +160,12 @@ local function deregister(keys, args)
   return { 'OK' }
 end
 
--- ARGV: candidate for inc, partitions. Reaps; answers inc, seq, epoch, partitions,
+-- ARGV: candidate for inc, layout. Reaps; answers inc, seq, epoch, layout,
 -- {worker, "epoch:state:slot"...}, {slot, epoch...} of the dead that are not fenced yet.
 local function members(keys, args)
   begin(keys, args[1], args[2])
   reap(keys)
-  local meta = redis.call('HMGET', keys[1], 'inc', 'seq', 'epoch', 'partitions')
+  local meta = redis.call('HMGET', keys[1], 'inc', 'seq', 'epoch', 'layout')
   return { meta[1], meta[2] or '0', meta[3] or '0', meta[4], redis.call('HGETALL', keys[3]),
     redis.call('HGETALL', keys[5]) }
 end

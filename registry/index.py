@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class PageIndex(Protocol):
-    """Pages are known by their marks (8 bytes), owners by their slots (0 to 65535).
+    """Pages are known by their marks (7 bytes), owners by their slots (0 to 65535).
 
     There is one index for each partition, so all that a partition holds can be replaced at once.
     """

@@ -1,6 +1,7 @@
 """Where the store keeps a page, and the packed forms in which it does: pure functions.
 
-A page is known by its *mark*, 8 bytes of its hash. The anchor of its segment picks one of the
+A page is known by its *mark*, 7 bytes of its hash (with 8 a full segment would take the next size
+of the server's memory allocator, a fifth more). The anchor of its segment picks one of the
 mesh's partitions and a bucket in it, so the pages of a segment lie together and every key of a
 partition has the same hash tag. All numbers are big-endian.
 """
@@ -15,10 +16,10 @@ from typing import Literal, NamedTuple
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import SEGMENT_PAGES, PageHash
 
-MARK_BYTES = 8
+MARK_BYTES = 7
 MAX_PARTITIONS = 4096
-_BUCKET_BITS = 20
-"""Binary logarithm of the buckets of a mesh; 48 pages in each are 50 million pages."""
+PAGES = 1_000_000
+_PAGES_A_BUCKET = 48
 _EVENT = struct.Struct(">BHQQ")
 _ROW = struct.Struct(">QHQIQ")
 _OWNER = struct.Struct(">HH")
@@ -30,8 +31,8 @@ EVENT_OPS: tuple[EventOp, ...] = ("fence", "publish", "evict")
 
 
 def mark_of(page_hash: PageHash) -> bytes:
-    """The 8 bytes by which store and index know a page."""
-    return page_hash[MARK_BYTES : 2 * MARK_BYTES]
+    """The bytes by which store and index know a page: not those that pick its place."""
+    return page_hash[8 : 8 + MARK_BYTES]
 
 
 def xor_of(marks: Iterable[bytes]) -> int:
@@ -66,14 +67,28 @@ class Segment(NamedTuple):
     marks: list[bytes]
 
 
+def bits_for(pages: int) -> int:
+    """Binary logarithm of the buckets for so many pages in a mesh.
+
+    Ten times as many still work; then the buckets get large, and cost more memory and time.
+    """
+    return max(4, min(24, (pages // _PAGES_A_BUCKET).bit_length()))
+
+
 @dataclass(frozen=True)
 class Layout:
     """How one mesh's pages are spread; fixed for as long as the data live.
 
-    Raises ConfigError unless ``partitions`` is a power of two up to 4096.
+    Args:
+        partitions: a power of two up to 4096.
+        bits: binary logarithm of the buckets of all partitions.
+
+    Raises:
+        ConfigError: there cannot be so many partitions.
     """
 
     partitions: int
+    bits: int = bits_for(PAGES)
 
     def __post_init__(self) -> None:
         count = self.partitions
@@ -83,9 +98,20 @@ class Layout:
             )
 
     @property
+    def name(self) -> str:
+        """How the store keeps it."""
+        return f"{self.partitions}x{self.bits}"
+
+    @classmethod
+    def named(cls, name: bytes) -> Layout:
+        """Of a name that the store keeps."""
+        partitions, bits = name.split(b"x")
+        return cls(int(partitions), int(bits))
+
+    @property
     def bucket_bits(self) -> int:
         """Binary logarithm of the buckets of a partition."""
-        return _BUCKET_BITS - self.partitions.bit_length() + 1
+        return max(0, self.bits - self.partitions.bit_length() + 1)
 
     def place(self, anchor: PageHash) -> Place:
         """Where the segment that begins with the page ``anchor`` is kept."""

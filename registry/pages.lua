@@ -4,7 +4,7 @@
 --   1 dg  hash    slot -> epoch u64, tag u16, seq u64, count u32, xor u64
 --   2 ev  stream  field b of an entry: op u8, slot u16, epoch u64, seq u64, marks; capped
 --   3 bm  bitmap  of the buckets in use
---   4...  b:<n>   hash    mark (8 bytes of a page's hash) -> owner records: slot u16, tag u16
+--   4...  b:<n>   hash    mark (7 bytes of a page's hash) -> owner records: slot u16, tag u16
 --
 -- A record is live while its tag is that of the slot's row. A fence gives the slot a new tag, so
 -- the slot's records die at once, however many there are; sweep removes what is dead. count and xor
@@ -17,8 +17,8 @@ local DEAD = 0 -- no tag of a row
 
 local function split_marks(text, first)
   local marks = {}
-  for at = first, #text, 8 do
-    marks[#marks + 1] = string.sub(text, at, at + 7)
+  for at = first, #text, 7 do
+    marks[#marks + 1] = string.sub(text, at, at + 6)
   end
   return marks
 end
@@ -92,7 +92,7 @@ local function change_owner(op, changed)
           end
         end
         if differs then
-          local a, b = struct.unpack('>I4I4', mark)
+          local a, b = struct.unpack('>I3I4', mark)
           high, low, count = bit.bxor(high, a), bit.bxor(low, b), count + step
         end
       end

@@ -216,15 +216,15 @@ class WorkerLease:
                 state,
                 int(takeover),
                 secrets.token_hex(8),
-                self._store.layout.partitions,
+                self._store.layout.name,
                 max(self._floor, self.epoch),
             )
             self._check_registered(answer)
         except BaseException:
             self._words.overflowed |= dropped
             raise
-        epoch, slot, partitions = (int(value) for value in answer[1:4])
-        self._ledger = Ledger(Layout(partitions), slot, epoch)
+        epoch, slot = int(answer[1]), int(answer[2])
+        self._ledger = Ledger(Layout.named(answer[3]), slot, epoch)
         self._told, self._doubt = state, ""
         self._wake.set()
         event(log, "registered", worker=record.worker_id, epoch=epoch, slot=slot, state=state)

@@ -49,7 +49,7 @@ class Member:
 
 def read_roster(answer: list[Any]) -> Roster:
     """Of the answer of the function ``members``."""
-    inc, seq, epoch, partitions, flat, dead = answer
+    inc, seq, epoch, layout, flat, dead = answer
     members: dict[str, Listed] = {}
     for worker, value in zip(flat[::2], flat[1::2], strict=True):
         number, state, slot = value.decode().split(":")
@@ -59,7 +59,7 @@ def read_roster(answer: list[Any]) -> Roster:
         int(seq),
         int(epoch),
         members,
-        Layout(int(partitions)),
+        Layout.named(layout),
         {int(slot): int(last) for slot, last in zip(dead[::2], dead[1::2], strict=True)},
     )
 

@@ -141,7 +141,7 @@ class Store:
     async def roster(self) -> Roster:
         """The live workers; ended leases are dropped on the way."""
         candidate = secrets.token_hex(8)
-        return read_roster(await self.call("members", None, candidate, self.layout.partitions))
+        return read_roster(await self.call("members", None, candidate, self.layout.name))
 
     async def member(self, worker_id: str) -> Member | None:
         """One worker's record, or None if its lease has ended.

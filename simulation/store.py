@@ -18,7 +18,7 @@ from pdmesh.simulation.loop import VirtualLoop
 from pdmesh.simulation.partition import PartitionModel
 from pdmesh.wire.messages import WorkerRecord
 
-PARTITIONS = 4
+LAYOUT = Layout(4)
 
 
 @dataclass
@@ -50,7 +50,7 @@ class SimStore:
         self._free: list[int] = []
         self._next = 0
         self._events: list[tuple[int, dict[bytes, bytes]]] = []
-        self._parts = [PartitionModel() for _ in range(PARTITIONS)]
+        self._parts = [PartitionModel() for _ in range(LAYOUT.partitions)]
 
     def wipe(self) -> None:
         """All data are lost."""
@@ -60,7 +60,7 @@ class SimStore:
         self._free.clear()
         self._next = 0
         self._events.clear()
-        self._parts = [PartitionModel() for _ in range(PARTITIONS)]
+        self._parts = [PartitionModel() for _ in range(LAYOUT.partitions)]
 
     def confuse(self) -> None:
         """The page lists become wrong: some pages go, some go to workers that lack them."""
@@ -95,7 +95,7 @@ class SimStore:
                 entry = f"{member.epoch}:{member.state}:{member.slot}"
                 flat += [worker.encode(), entry.encode()]
             dead = [part for pair in self._dead.items() for part in pair]
-            meta = [self._incarnation, str(self._seq), str(self._epoch), PARTITIONS]
+            meta = [self._incarnation, str(self._seq), str(self._epoch), LAYOUT.name.encode()]
             return [*meta, flat, dead]
         if name == "buried":
             same = self._dead.get(args[0]) == args[1]
@@ -137,7 +137,7 @@ class SimStore:
         state: str,
         takeover: int,
         candidate: str,
-        partitions: int,
+        layout: str,
         floor: int,
     ) -> list[Any]:
         holder = self._members.get(worker)
@@ -151,7 +151,7 @@ class SimStore:
         self._members[worker] = _Member(self._epoch, instance, state, record, ends, slot)
         said = {"state": state.encode(), "slot": str(slot).encode(), "record": record}
         self._emit(worker, "join", self._epoch, **said)
-        return [b"OK", str(self._epoch).encode(), str(slot).encode(), str(PARTITIONS).encode()]
+        return [b"OK", str(self._epoch).encode(), str(slot).encode(), LAYOUT.name.encode()]
 
     def _take_slot(self, holder: _Member | None) -> int:
         if holder is not None:
@@ -210,7 +210,7 @@ class StoreClient(Store):
     def __init__(self, store: SimStore, mesh: str = "sim") -> None:
         self.keys = Keys(mesh)
         self.where = "simulated"
-        self.layout = Layout(PARTITIONS)
+        self.layout = LAYOUT
         self._data = store
 
     @property

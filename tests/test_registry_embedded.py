@@ -87,7 +87,7 @@ async def test_the_password_is_in_no_process_list(small):
 async def fill(store: Store, epoch: int) -> None:
     assert await store.one(PageCall("fence", 0, (), (0, epoch))) == [b"OK"]
     for seq in range(1, 100_000):
-        marks = [n.to_bytes(8, "big") for n in range(500 * seq, 500 * seq + 500)]
+        marks = [n.to_bytes(7, "big") for n in range(500 * seq, 500 * seq + 500)]
         call = PageCall("publish", 0, (seq,), (0, epoch, seq, pack_group(seq, marks)))
         assert await store.one(call) == [b"OK"]
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from store_rig import PASSWORD, Churn, Crowd, Proxy, Server, record, until
+from store_rig import PASSWORD, Churn, Crowd, Proxy, Server, free_port, record, until
 
 from pdmesh.registry.client import RegistryView
 from pdmesh.registry.keys import Keys
@@ -276,11 +276,14 @@ async def test_a_killed_worker_leaves_no_route_and_its_records_are_fenced(watche
 
 def cluster(servers, count: int) -> list[Server]:
     """A Redis Cluster of so many primaries; the slots are shared evenly."""
-    nodes = [servers(f"n{i}", cluster_enabled="yes") for i in range(count)]
+    ports = [str(free_port()) for _ in range(count)]
+    nodes = [
+        servers(f"n{i}", cluster_enabled="yes", cluster_port=port) for i, port in enumerate(ports)
+    ]
     for i, node in enumerate(nodes):
         low, high = 16_384 * i // count, 16_384 * (i + 1) // count - 1
         node.do("CLUSTER", "ADDSLOTSRANGE", low, high)
-        node.do("CLUSTER", "MEET", "127.0.0.1", nodes[0].port)
+        node.do("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, ports[0])
     for node in nodes:
         node.wait(
             lambda n=node: (

@@ -11,6 +11,7 @@ from pdmesh.registry.embedded import EmbeddedStore
 from pdmesh.registry.feed import EventsMissing
 from pdmesh.registry.keeping import bury
 from pdmesh.registry.keys import Keys
+from pdmesh.registry.layout import Layout
 from pdmesh.registry.membership import Membership
 from pdmesh.registry.roster import Roster
 from pdmesh.registry.store import Store
@@ -64,7 +65,7 @@ async def register(
         state,
         takeover,
         secrets.token_hex(8),
-        4,
+        "4x9",
         floor,
     )
     return answer[0], answer[1]
@@ -209,7 +210,7 @@ async def test_one_router_in_each_period_is_asked_to_sweep(store):
 async def test_all_processes_follow_the_partitions_of_the_first(server, store):
     await register(store, "decode-0")
     assert store.layout.partitions != 4
-    assert (await store.roster()).layout.partitions == 4
+    assert (await store.roster()).layout == Layout(4, 9)
 
 
 async def test_epochs_rise_also_across_a_loss_of_all_data(store):

@@ -18,6 +18,7 @@ from pdmesh.registry.layout import (
     pack_group,
     pack_owner,
     pack_row,
+    split,
     unpack_event,
     unpack_hits,
     unpack_owner,
@@ -34,7 +35,7 @@ EMPTY = Position("0-0", {}, b"")
 
 
 def mark(number: int) -> bytes:
-    return bytes([number * 17 % 256]) * 4 + number.to_bytes(4, "big")
+    return bytes([number * 17 % 256]) * 3 + number.to_bytes(4, "big")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ async def state_of(store: Store) -> tuple[Position, dict[int, set[bytes]]]:
     found: dict[int, set[bytes]] = {}
     for answer in await store.many(dump_calls(3, position, Layout(16))):
         for slot, owned in zip(answer[::2], answer[1::2], strict=True):
-            own = {owned[i : i + 8] for i in range(0, len(owned), 8)}
+            own = set(split(owned))
             assert not found.setdefault(slot, set()) & own
             found[slot] |= own
     return position, found
@@ -247,7 +248,7 @@ async def test_a_page_of_one_owner_takes_no_more_than_20_bytes(store):
     """Without the key of its bucket, which 48 pages share when the store is full."""
     await fence(store, 1, 10)
     for bucket in range(50):
-        group = pack_group(bucket, [secrets.token_bytes(8) for _ in range(48)])
+        group = pack_group(bucket, [secrets.token_bytes(7) for _ in range(48)])
         await store.one(PageCall("publish", 3, (bucket,), (1, 10, bucket + 1, group)))
     sizes = [
         await store.execute("MEMORY", "USAGE", store.keys.bucket(3, bucket)) for bucket in range(50)

@@ -14,4 +14,4 @@ class IndexDigests(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the store has confirmed every change; if not, differences are to be expected."""
     counts: tuple[int, ...]
     xors: tuple[int, ...]
-    """Exclusive or of the pages' 8-byte marks."""
+    """Exclusive or of the pages' 7-byte marks."""
