@@ -65,7 +65,9 @@ class Bench:
         await self.store.many([PageCall("fence", p, (), (slot, epoch)) for p in parts])
         self.seqs.update(dict.fromkeys(((slot, part) for part in parts), 0))
 
-    def change(self, op: str, layout: Layout, slot: int, epoch: int, chains) -> list[PageCall]:
+    def change(
+        self, op: str, layout: Layout, slot: int, epoch: int, chains: list[tuple[bytes, ...]]
+    ) -> list[PageCall]:
         """The calls that publish or evict chains, segment by segment."""
         calls = []
         for chain in chains:

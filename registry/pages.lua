@@ -11,6 +11,18 @@
 -- are those of the live records. State and event change in one call, so the order of the stream is
 -- the order of the state, and whoever replays it ends with the same records.
 
+-- As locals these are found faster, and publish does little else than call them. They do not exist
+-- yet when the library is loaded.
+local sub, concat, pack, read, bxor
+
+local function bound(callback)
+  return function(keys, args)
+    sub, concat, pack = string.sub, table.concat, struct.pack
+    read, bxor = struct.unpack, bit.bxor
+    return callback(keys, args)
+  end
+end
+
 local ROW = '>I8I2I8I4I4I4'
 local MAX_PAGE_EVENTS = 4000
 local DEAD = 0 -- no tag of a row
@@ -18,37 +30,38 @@ local DEAD = 0 -- no tag of a row
 local function split_marks(text, first)
   local marks = {}
   for at = first, #text, 7 do
-    marks[#marks + 1] = string.sub(text, at, at + 6)
+    marks[#marks + 1] = sub(text, at, at + 6)
   end
   return marks
 end
 
-local function owner_at(value, slot)
+-- Where a value has a record, live or not, of the owner's slot.
+local function owner_at(value, owner)
+  local slot = sub(owner, 1, 2)
   for at = 1, #value, 4 do
-    if string.sub(value, at, at + 1) == slot then return at end
+    if sub(value, at, at + 1) == slot then return at end
   end
 end
 
 local function tell(key, op, slot, epoch, seq, marks)
   redis.call('XADD', key, 'MAXLEN', '~', MAX_PAGE_EVENTS, '*', 'b',
-    struct.pack('>BI2I8I8', op, slot, epoch, seq) .. marks)
+    pack('>BI2I8I8', op, slot, epoch, seq) .. marks)
 end
 
--- Value of a page with the slot's record in it, and whether the slot newly owns it.
-local function owned(value, slot, tag)
-  if not value then return slot .. tag, true end
-  local at = owner_at(value, slot)
-  if not at then return value .. slot .. tag, true end
-  if string.sub(value, at + 2, at + 3) == tag then return value, false end
-  return string.sub(value, 1, at - 1) .. slot .. tag .. string.sub(value, at + 4), true
+-- Value of a page with the owner's record in it, and whether the owner is new.
+local function owned(value, owner)
+  if not value then return owner, true end
+  local at = owner_at(value, owner)
+  if not at then return value .. owner, true end
+  if sub(value, at, at + 3) == owner then return value, false end
+  return sub(value, 1, at - 1) .. owner .. sub(value, at + 4), true
 end
 
--- Value of a page without the slot's record, and whether the slot owned it.
-local function disowned(value, slot, tag)
-  local at = value and owner_at(value, slot)
+-- Value of a page without the slot's record, and whether it was the owner's.
+local function disowned(value, owner)
+  local at = value and owner_at(value, owner)
   if not at then return value, false end
-  local live = string.sub(value, at + 2, at + 3) == tag
-  return string.sub(value, 1, at - 1) .. string.sub(value, at + 4), live
+  return sub(value, 1, at - 1) .. sub(value, at + 4), sub(value, at, at + 3) == owner
 end
 
 local function write(key, bitmap, bucket, sets, drops, all_new)
@@ -68,20 +81,20 @@ local function change_owner(op, changed)
     local row = redis.call('HGET', keys[1], args[1])
     if not row then return { 'UNREGISTERED' } end
     local slot, epoch, seq = tonumber(args[1]), tonumber(args[2]), tonumber(args[3])
-    local current, tag, last, count, high, low = struct.unpack(ROW, row)
+    local current, tag, last, count, high, low = read(ROW, row)
     if epoch < current then return { 'FENCED', text(current) } end
     if epoch > current then return { 'FUTURE', text(current) } end
     if seq <= last then return { 'DUP', text(last) } end
     if seq > last + 1 then return { 'GAP', text(last) } end
     local step = op == 1 and 1 or -1
-    local slot_bytes, tag_bytes = struct.pack('>I2', slot), struct.pack('>I2', tag)
+    local owner = pack('>I2I2', slot, tag)
     local told = {}
     for i = 4, #keys do
       local marks = split_marks(args[i], 5)
       local before = redis.call('HMGET', keys[i], unpack(marks))
       local sets, drops, all_new = {}, {}, true
       for at, mark in ipairs(marks) do
-        local value, differs = changed(before[at], slot_bytes, tag_bytes)
+        local value, differs = changed(before[at], owner)
         all_new = all_new and not before[at]
         if value ~= before[at] then
           if value == '' then
@@ -92,16 +105,16 @@ local function change_owner(op, changed)
           end
         end
         if differs then
-          local a, b = struct.unpack('>I3I4', mark)
-          high, low, count = bit.bxor(high, a), bit.bxor(low, b), count + step
+          local a, b = read('>I3I4', mark)
+          high, low, count = bxor(high, a), bxor(low, b), count + step
         end
       end
-      write(keys[i], keys[3], struct.unpack('>I4', args[i]), sets, drops, all_new)
-      told[#told + 1] = string.sub(args[i], 5)
+      write(keys[i], keys[3], read('>I4', args[i]), sets, drops, all_new)
+      told[#told + 1] = sub(args[i], 5)
     end
     redis.call('HSET', keys[1], args[1],
-      struct.pack(ROW, epoch, tag, seq, count, high % 4294967296, low % 4294967296))
-    tell(keys[2], op, slot, epoch, seq, table.concat(told))
+      pack(ROW, epoch, tag, seq, count, high % 4294967296, low % 4294967296))
+    tell(keys[2], op, slot, epoch, seq, concat(told))
     return { 'OK' }
   end
 end
@@ -112,13 +125,13 @@ local function fence(keys, args)
   local row = redis.call('HGET', keys[1], args[1])
   local epoch, tag = tonumber(args[2]), 0
   if row then
-    local current, before = struct.unpack(ROW, row)
+    local current, before = read(ROW, row)
     if epoch == current then return { 'SAME' } end
     if epoch < current then return { 'FENCED', text(current) } end
     tag = before
   end
   tag = tag % 65535 + 1
-  redis.call('HSET', keys[1], args[1], struct.pack(ROW, epoch, tag, 0, 0, 0, 0))
+  redis.call('HSET', keys[1], args[1], pack(ROW, epoch, tag, 0, 0, 0, 0))
   tell(keys[2], 0, tonumber(args[1]), epoch, 0, '')
   return { 'OK' }
 end
@@ -130,7 +143,7 @@ local function tags_of(rows)
     if not known[slot] then
       local row = redis.call('HGET', rows, text(slot))
       local epoch, tag = 0, DEAD
-      if row then epoch, tag = struct.unpack(ROW, row) end
+      if row then epoch, tag = read(ROW, row) end
       known[slot] = { tag, epoch }
     end
     return known[slot][1], known[slot][2]
@@ -145,7 +158,7 @@ local function lookup(keys, args)
   for depth, value in ipairs(values) do
     local deeper = false
     for at = 1, #(value or ''), 4 do
-      local owner = string.sub(value, at, at + 3)
+      local owner = sub(value, at, at + 3)
       if (depth_of[owner] or 0) == depth - 1 then
         if depth == 1 then order[#order + 1] = owner end
         depth_of[owner], deeper = depth, true
@@ -155,13 +168,13 @@ local function lookup(keys, args)
   end
   local tag_of, hits = tags_of(keys[1]), {}
   for _, owner in ipairs(order) do
-    local slot, tag = struct.unpack('>I2I2', owner)
+    local slot, tag = read('>I2I2', owner)
     local live, epoch = tag_of(slot)
     if tag == live then
-      hits[#hits + 1] = struct.pack('>I2I8B', slot, epoch, depth_of[owner])
+      hits[#hits + 1] = pack('>I2I8B', slot, epoch, depth_of[owner])
     end
   end
-  return table.concat(hits)
+  return concat(hits)
 end
 
 -- Answers the id of the last event, all rows, and the bitmap: where a reader of the events begins.
@@ -178,7 +191,7 @@ local function dump(keys)
     local flat = redis.call('HGETALL', keys[i])
     for at = 1, #flat, 2 do
       for owner = 1, #flat[at + 1], 4 do
-        local slot, tag = struct.unpack('>I2I2', flat[at + 1], owner)
+        local slot, tag = read('>I2I2', flat[at + 1], owner)
         if tag == tag_of(slot) then
           if not found[slot] then
             found[slot] = {}
@@ -192,7 +205,7 @@ local function dump(keys)
   local answer = {}
   for _, slot in ipairs(order) do
     answer[#answer + 1] = slot
-    answer[#answer + 1] = table.concat(found[slot])
+    answer[#answer + 1] = concat(found[slot])
   end
   return answer
 end
@@ -205,15 +218,15 @@ local function sweep(keys, args)
     for at = 1, #flat, 2 do
       local kept, value = {}, flat[at + 1]
       for owner = 1, #value, 4 do
-        local slot, tag = struct.unpack('>I2I2', value, owner)
-        if tag == tag_of(slot) then kept[#kept + 1] = string.sub(value, owner, owner + 3) end
+        local slot, tag = read('>I2I2', value, owner)
+        if tag == tag_of(slot) then kept[#kept + 1] = sub(value, owner, owner + 3) end
       end
       removed = removed + #value / 4 - #kept
       if #kept == 0 then
         drops[#drops + 1] = flat[at]
       elseif #kept * 4 < #value then
         sets[#sets + 1] = flat[at]
-        sets[#sets + 1] = table.concat(kept)
+        sets[#sets + 1] = concat(kept)
       end
     end
     for first = 1, #sets, 1000 do
@@ -232,11 +245,11 @@ local function digest(keys, args)
   return redis.call('HGET', keys[1], args[1]) or ''
 end
 
-export('publish', change_owner(1, owned), {})
-export('evict', change_owner(2, disowned), { 'allow-oom' })
-export('fence', fence, { 'allow-oom' })
-export('sweep', sweep, { 'allow-oom' })
-export('lookup', lookup, { 'no-writes' })
-export('position', position, { 'no-writes' })
-export('dump', dump, { 'no-writes' })
-export('digest', digest, { 'no-writes' })
+export('publish', bound(change_owner(1, owned)), {})
+export('evict', bound(change_owner(2, disowned)), { 'allow-oom' })
+export('fence', bound(fence), { 'allow-oom' })
+export('sweep', bound(sweep), { 'allow-oom' })
+export('lookup', bound(lookup), { 'no-writes' })
+export('position', bound(position), { 'no-writes' })
+export('dump', bound(dump), { 'no-writes' })
+export('digest', bound(digest), { 'no-writes' })

@@ -124,9 +124,9 @@ class Store:
         if missing:
             try:
                 await self.load()
-            except StoreUnavailable:
-                return answers
-            again = await self._all([commands[i] for i in missing])
+                again = await self._all([commands[i] for i in missing])
+            except StoreUnavailable as error:
+                again = [error] * len(missing)
             for i, found in zip(missing, again, strict=True):
                 answers[i] = found
         return answers
