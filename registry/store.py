@@ -25,6 +25,11 @@ from pdmesh.registry.roster import Member, Roster, WorkerState, read_record, rea
 from pdmesh.wire.errors import ConfigError, Unavailable
 
 READ_ONLY = ("lookup", "position", "dump", "digest")
+_OF_A_CLUSTER = (
+    exceptions.AskError,  # MovedError is one
+    exceptions.ClusterDownError,
+    exceptions.ClusterCrossSlotError,
+)
 _AT_A_TIME = 64
 """Commands under way to a cluster."""
 _EVENTS_AT_A_TIME = 500
@@ -224,7 +229,7 @@ class Store:
         except exceptions.NoPermissionError as error:
             raise ConfigError(f"the store at {self.where} forbids a command: {error}") from error
         except exceptions.ResponseError as error:
-            raise self._refusal(str(error)) from error
+            raise self._refusal(error) from error
         except exceptions.RedisClusterException as error:
             if "cluster mode is not enabled" in str(error).lower():
                 raise ConfigError(
@@ -232,7 +237,8 @@ class Store:
                 ) from error
             raise StoreUnavailable(f"the store at {self.where} does not answer: {error}") from error
 
-    def _refusal(self, text: str) -> Exception:
+    def _refusal(self, error: exceptions.ResponseError) -> Exception:
+        text = str(error)
         lowered = text.lower()
         if "function not found" in lowered:
             return _FunctionMissing(text)
@@ -243,10 +249,7 @@ class Store:
             )
         if "noauth" in lowered or "wrongpass" in lowered:
             return ConfigError(f"the store at {self.where} refuses the login: {text}")
-        cluster = lowered.startswith(("moved", "crossslot", "clusterdown")) or (
-            "cross" in lowered and "slot" in lowered
-        )
-        if cluster and not self._cluster:
+        if isinstance(error, _OF_A_CLUSTER) and not self._cluster:
             return ConfigError(
                 f"the store at {self.where} is a cluster ({text}); add cluster=true to its URL"
             )
