@@ -7,12 +7,11 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from pdmesh.registry.layout import Layout, unpack_row
 from pdmesh.registry.ledger import Fenced, Ledger, Words, digests
 from pdmesh.registry.roster import WorkerState
-from pdmesh.registry.store import Store, StoreUnavailable, end_task
+from pdmesh.registry.store import Store, StoreUnavailable, end_task, read_registered
 from pdmesh.registry.ticker import Ticker
 from pdmesh.wire.codec import encode
 from pdmesh.wire.errors import ConfigError
@@ -177,8 +176,6 @@ class WorkerLease:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake.set)
 
-    # ---- the lease ------------------------------------------------------------------------
-
     def _now(self) -> float:
         assert self._clock is not None
         return self._clock()
@@ -219,24 +216,14 @@ class WorkerLease:
                 self._store.layout.name,
                 max(self._floor, self.epoch),
             )
-            self._check_registered(answer)
+            epoch, slot, layout = read_registered(answer, record.worker_id)
         except BaseException:
             self._words.overflowed |= dropped
             raise
-        epoch, slot = int(answer[1]), int(answer[2])
-        self._ledger = Ledger(Layout.named(answer[3]), slot, epoch)
+        self._ledger = Ledger(layout, slot, epoch)
         self._told, self._doubt = state, ""
         self._wake.set()
         event(log, "registered", worker=record.worker_id, epoch=epoch, slot=slot, state=state)
-
-    def _check_registered(self, answer: list[Any]) -> None:
-        if answer[0] == b"TAKEN":
-            raise StoreUnavailable(
-                f"another process (instance {answer[1].decode()}) runs as "
-                f"{self.record.worker_id!r}; give each worker its own name"
-            )
-        if answer[0] == b"FULL":
-            raise StoreUnavailable("the mesh has 65,536 workers; no more can register")
 
     async def _register_again(self) -> None:
         try:
@@ -269,8 +256,6 @@ class WorkerLease:
         answer = await self._store.call(name, self.record.worker_id, epoch, *args)
         if answer[0] != b"OK":
             raise Fenced(f"{answer[0].decode()} {answer[1].decode()}", int(answer[1]))
-
-    # ---- the pages ------------------------------------------------------------------------
 
     async def _tell(self) -> None:
         audit = Ticker(self._audit_s, self._now(), secrets.randbelow(500) / 1000)

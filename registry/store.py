@@ -277,6 +277,21 @@ def _entries(entries: list[Any]) -> Iterator[tuple[str, dict[bytes, bytes]]]:
         yield entry_id.decode(), fields
 
 
+def read_registered(answer: list[Any], worker_id: str) -> tuple[int, int, Layout]:
+    """(epoch, slot, layout) of the answer of the function ``register``.
+
+    Raises StoreUnavailable if it refuses: another process has the name, or there are too many.
+    """
+    if answer[0] == b"TAKEN":
+        raise StoreUnavailable(
+            f"another process (instance {answer[1].decode()}) runs as {worker_id!r}; give each "
+            "worker its own name"
+        )
+    if answer[0] == b"FULL":
+        raise StoreUnavailable("the mesh has 65,536 workers; no more can register")
+    return int(answer[1]), int(answer[2]), Layout.named(answer[3])
+
+
 async def read_members(url: str, mesh: str) -> list[Member]:
     """The workers that hold a lease now, in the order of their names.
 
