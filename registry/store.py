@@ -237,6 +237,13 @@ class Store:
                 ) from error
             raise StoreUnavailable(f"the store at {self.where} does not answer: {error}") from error
 
+        except AttributeError as error:
+            # The client of a cluster closes connections, after a move of slots, that other tasks
+            # are about to write to: they find no writer.
+            if not self._cluster:
+                raise
+            raise StoreUnavailable(f"the store at {self.where} was reconnected: {error}") from error
+
     def _refusal(self, error: exceptions.ResponseError) -> Exception:
         text = str(error)
         lowered = text.lower()
