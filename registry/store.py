@@ -237,7 +237,7 @@ class Store:
                 ) from error
             raise StoreUnavailable(f"the store at {self.where} does not answer: {error}") from error
 
-        except AttributeError as error:
+        except (AttributeError, KeyError, IndexError, RuntimeError) as error:
             # The client of a cluster closes connections, after a move of slots, that other tasks
             # are about to write to: they find no writer.
             if not self._cluster:

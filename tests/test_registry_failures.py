@@ -312,7 +312,7 @@ def move_slot(slot: int, source: Server, target: Server) -> None:
 async def test_a_cluster_moves_its_slots_while_workers_publish(servers, partitions):
     nodes = cluster(servers, 2)
     url = f"{nodes[0].url}?cluster=true&partitions={partitions}"
-    async with Crowd(url) as crowd:
+    async with Crowd(url, ttl_s=5.0) as crowd:
         await busy_for(crowd)
         keys = Keys(crowd.mesh)
         tags = [keys.events, *(keys.page_events(n) for n in range(partitions))]
