@@ -71,8 +71,8 @@ async def serve_decode(config: DecodeConfig) -> None:
     kv = KvManager(
         config.pages,
         fmt.page_size,
-        on_publish=lambda hashes: leases[0].publish(hashes),
-        on_evict=lambda hashes: leases[0].evict(hashes),
+        on_publish=lambda pages: leases[0].publish(pages),
+        on_evict=lambda pages: leases[0].evict(pages),
     )
     instance, life = new_instance(), Life()
     limits = _limits(config, model, fmt, instance, secret)
@@ -145,7 +145,7 @@ async def serve_decode(config: DecodeConfig) -> None:
                 config.redis_url,
                 config.mesh,
                 record,
-                snapshot=kv.owned_hashes,
+                snapshot=kv.owned_pages,
                 ttl_s=config.lease_ttl_s,
             )
         )

@@ -18,10 +18,10 @@ from pdmesh.kvcache.pool import PagePool, PageState
 from pdmesh.kvcache.prefix_cache import PrefixCache
 from pdmesh.kvcache.reservation import Reservation as Reservation
 from pdmesh.wire.errors import InvalidRequest
-from pdmesh.wire.hashes import PageHash
+from pdmesh.wire.hashes import OwnedPage, PageHash
 from pdmesh.wire.messages import PoolStatus
 
-HashesCallback = Callable[[list[PageHash]], None]
+PagesCallback = Callable[[list[OwnedPage]], None]
 Stamp = tuple[int, int]
 """A page, and how often it had been taken."""
 
@@ -32,8 +32,8 @@ class KvManager:
     Args:
         num_pages: pages of the store.
         page_size: tokens per page.
-        on_publish: told of hashes that this worker now owns, parents first.
-        on_evict: told of hashes that it owns no longer, children first.
+        on_publish: told of pages that this worker now owns, parents first.
+        on_evict: told of pages that it owns no longer, children first.
         eviction: which cached pages go first.
     """
 
@@ -41,8 +41,8 @@ class KvManager:
         self,
         num_pages: int,
         page_size: int,
-        on_publish: HashesCallback,
-        on_evict: HashesCallback,
+        on_publish: PagesCallback,
+        on_evict: PagesCallback,
         eviction: EvictionName = "lru",
     ) -> None:
         self.num_pages = num_pages
@@ -155,13 +155,18 @@ class KvManager:
         with self._lock:
             return self._cache.owned()
 
+    def owned_pages(self) -> list[OwnedPage]:
+        """The same, with the anchors by which the registry finds them."""
+        with self._lock:
+            return self._cache.placed()
+
     def clear(self) -> None:
         """Forgets all cached prefixes; pages in use stay with their reservations, unshared."""
         with self._lock:
-            hashes = self._cache.clear()
+            pages = self._cache.clear()
             self._cache_epoch += 1
-            if hashes:
-                self._on_evict(hashes)
+            if pages:
+                self._on_evict(pages)
 
     def status(self) -> PoolStatus:
         """Pages by state."""
@@ -201,7 +206,7 @@ class KvManager:
             return problems
 
     def _grow(self, count: int) -> list[int]:
-        evicted: list[PageHash] = []
+        evicted: list[OwnedPage] = []
         pages: list[int] = []
         for _ in range(count):
             if self._pool.num_free == 0:

@@ -3,7 +3,8 @@
 The hash of a page is chained over its ancestors, so no tree is needed to find a prefix; each entry
 keeps its parent's hash and the number of its children for one purpose: pages leave leaf first, in
 an order that an ``Eviction`` decides. With parents published first, the owned set is prefix-closed:
-the parent of an owned page is owned.
+the parent of an owned page is owned. It also keeps the page's depth in its chain and the anchor of
+its segment, by which the registry finds it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from dataclasses import dataclass
 from pdmesh.kvcache.eviction import Eviction, Lru
 from pdmesh.kvcache.pool import PagePool, PageState
 from pdmesh.wire.errors import InternalError
-from pdmesh.wire.hashes import PageHash
+from pdmesh.wire.hashes import SEGMENT_PAGES, OwnedPage, PageHash
 
 
 @dataclass(slots=True)
 class _Entry:
     page: int
     parent: PageHash | None
+    depth: int
+    anchor: PageHash
     children: int = 0
 
 
@@ -62,6 +65,14 @@ class PrefixCache:
         """All owned hashes, a parent always before its children."""
         return list(self._entries)
 
+    def placed(self) -> list[OwnedPage]:
+        """The same, with their anchors."""
+        return [OwnedPage(page_hash, entry.anchor) for page_hash, entry in self._entries.items()]
+
+    def anchor_of(self, page_hash: PageHash) -> PageHash:
+        """The anchor of an owned page's segment."""
+        return self._entries[page_hash].anchor
+
     def insert(self, page_hash: PageHash, parent: PageHash | None, page: int) -> None:
         """Owns ``page`` under ``page_hash``; the parent has to be owned already.
 
@@ -70,12 +81,15 @@ class PrefixCache:
         """
         if page_hash in self._entries or page in self._hash_of:
             raise InternalError(f"page {page} or its hash {page_hash.hex()} is owned already")
+        depth, anchor = 0, page_hash
         if parent is not None:
             holder = self._entries.get(parent)
             if holder is None:
                 raise InternalError(f"the parent {parent.hex()} of page {page} is not owned")
             holder.children += 1
-        self._entries[page_hash] = _Entry(page, parent)
+            depth = holder.depth + 1
+            anchor = holder.anchor if depth % SEGMENT_PAGES else page_hash
+        self._entries[page_hash] = _Entry(page, parent, depth, anchor)
         self._hash_of[page] = page_hash
         self._eviction.inserted(page_hash, parent)
 
@@ -97,27 +111,27 @@ class PrefixCache:
         self._eviction.released(page_hash)
         self._note_leaf(page_hash)
 
-    def evict_one(self) -> PageHash:
-        """Disowns and frees the cached leaf that the policy names; returns its hash.
+    def evict_one(self) -> OwnedPage:
+        """Disowns and frees the cached leaf that the policy names; returns which it was.
 
         Raises:
             InternalError: no page is cached.
         """
         page_hash = self._eviction.victim(self._is_leaf)
+        evicted = OwnedPage(page_hash, self.anchor_of(page_hash))
         self._pool.evict(self._remove(page_hash))
-        return page_hash
+        return evicted
 
-    def clear(self) -> list[PageHash]:
-        """Disowns everything and frees the cached pages; returns the hashes, children first."""
-        hashes = list(reversed(self._entries))
-        for page_hash in hashes:
-            page = self._entries[page_hash].page
-            if self._pool.state(page) is PageState.CACHED:
-                self._pool.evict(page)
+    def clear(self) -> list[OwnedPage]:
+        """Disowns everything and frees the cached pages; returns what it was, children first."""
+        pages = self.placed()[::-1]
+        for entry in reversed(self._entries.values()):
+            if self._pool.state(entry.page) is PageState.CACHED:
+                self._pool.evict(entry.page)
         self._entries.clear()
         self._hash_of.clear()
         self._eviction.clear()
-        return hashes
+        return pages
 
     def check_integrity(self) -> list[str]:
         """What is wrong, one sentence each; an empty list when the map is right."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pdmesh.wire.errors import InternalError, LeaseGone
-from pdmesh.wire.hashes import PageHash
+from pdmesh.wire.hashes import OwnedPage, PageHash
 
 if TYPE_CHECKING:
     from pdmesh.kvcache.manager import KvManager
@@ -165,12 +165,13 @@ class Reservation:
             )
         if any(manager._held_by_quarantine[page] > 0 for page in pages):
             raise InternalError("a page that may still be written cannot be published")
-        new: list[PageHash] = []
+        new: list[OwnedPage] = []
         for page, page_hash in zip(pages, hashes, strict=True):
             parent = self._hashes[-1] if self._hashes else None
-            if manager._cache.page_of(page_hash) is None:
-                new.append(page_hash)
+            fresh = manager._cache.page_of(page_hash) is None
             twin = manager._own(page_hash, parent, page)
+            if fresh:
+                new.append(OwnedPage(page_hash, manager._cache.anchor_of(page_hash)))
             if twin is not None:
                 self._twins[len(self._hashes)] = twin
             self._hashes.append(page_hash)

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
+from pdmesh.launch.registry_arguments import TEXT as REGISTRY_TEXT
+from pdmesh.launch.registry_arguments import add_arguments as add_registry_arguments
 from pdmesh.launch.verify.arguments import EPILOG as VERIFY_EPILOG
 from pdmesh.launch.verify.arguments import TEXT as VERIFY_TEXT
 from pdmesh.launch.verify.arguments import add_arguments as add_verify_arguments
@@ -34,6 +36,7 @@ Serves DeepSeek-V3-type models with separate prefill and decode workers.
   pdmesh drain WORKER          let a worker take nothing new
   pdmesh answers               what is being answered, and where
   pdmesh migrate REQUEST       move a running answer to another worker
+  pdmesh registry check        whether the store knows who has which pages
 """
 _UP = """\
 examples:
@@ -159,6 +162,8 @@ def parser() -> argparse.ArgumentParser:
     _add_answers(command("answers", "show the running answers", _ANSWERS))
     _add_migrate(command("migrate", "move a running answer to another worker", _MIGRATE))
     _add_explain(command("explain", "why a request went to its workers", _EXPLAIN))
+    registry = command("registry", "look at the store's page lists, and check them", REGISTRY_TEXT)
+    add_registry_arguments(registry)
     add_verify_arguments(command("verify", VERIFY_TEXT, VERIFY_EPILOG))
     _add_simulate(command("simulate", "run the mesh on virtual time, with faults", _SIMULATE))
     command("version", "show the version")

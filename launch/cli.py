@@ -32,6 +32,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from pdmesh.launch.operate import operate
 
         return operate(arguments)
+    if arguments.command == "registry":
+        from pdmesh.launch.registry import registry
+
+        return registry(arguments)
     if arguments.command == "verify":
         from pdmesh.launch.verify.command import run
 

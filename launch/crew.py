@@ -20,7 +20,8 @@ from pdmesh.launch.restart import Death, restart_delay
 from pdmesh.launch.runtime import RunDir
 from pdmesh.launch.scaling import next_name
 from pdmesh.launch.topology import Topology
-from pdmesh.registry.store import Member, read_members
+from pdmesh.registry.roster import Member
+from pdmesh.registry.store import read_members
 from pdmesh.wire.errors import ConfigError, PdmeshError, Unavailable
 from pdmesh.wire.rpc import channel_options
 

@@ -11,7 +11,8 @@ import msgspec
 from pdmesh.launch.control import SERVICE
 from pdmesh.launch.runtime import MeshInfo, find_mesh
 from pdmesh.launch.scaling import check_target, unknown_worker
-from pdmesh.registry.store import Member, read_members
+from pdmesh.registry.roster import Member
+from pdmesh.registry.store import read_members
 from pdmesh.wire.control import Progress, RestartRequest, ScaleRequest
 from pdmesh.wire.errors import ConfigError, Unavailable
 from pdmesh.wire.handoff import DrainRequest

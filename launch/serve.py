@@ -17,7 +17,7 @@ from pdmesh.launch.checks import check_together
 from pdmesh.launch.join import check_joined, joined
 from pdmesh.launch.processes import REDIS_VARIABLE
 from pdmesh.launch.topology import Topology, check_host, check_model, cores, load_topology
-from pdmesh.registry.store import check_url
+from pdmesh.registry.address import check_url
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.logs import setup_logs
 from pdmesh.wire.secret import read_secret

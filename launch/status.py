@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pdmesh.registry.store import Member, read_members
+from pdmesh.registry.roster import Member
+from pdmesh.registry.store import read_members
 from pdmesh.wire.errors import PdmeshError
 from pdmesh.wire.messages import Empty, WorkerRecord, WorkerStatus
 from pdmesh.wire.rpc import Client

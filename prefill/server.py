@@ -59,8 +59,8 @@ async def serve_prefill(config: PrefillConfig) -> None:
     kv = KvManager(
         config.pages,
         fmt.page_size,
-        on_publish=lambda hashes: leases[0].publish(hashes),
-        on_evict=lambda hashes: leases[0].evict(hashes),
+        on_publish=lambda pages: leases[0].publish(pages),
+        on_evict=lambda pages: leases[0].evict(pages),
     )
     vocab_size = model.config.vocab_size
     limits = PrefillLimits(
@@ -135,7 +135,7 @@ async def serve_prefill(config: PrefillConfig) -> None:
                 config.redis_url,
                 config.mesh,
                 record,
-                snapshot=kv.owned_hashes,
+                snapshot=kv.owned_pages,
                 ttl_s=config.lease_ttl_s,
             )
         )

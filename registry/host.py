@@ -74,8 +74,8 @@ async def host_worker(
     end, and are cancelled. If the loop ended by itself nothing can be drained: the worker stops at
     once, and its error is raised.
 
-    The internal service gets the methods ``Drain`` (the first part only: the process stays) and
-    ``Undrain`` besides ``methods``.
+    The internal service gets the methods ``Drain`` (the first part only: the process stays),
+    ``Undrain`` and ``Digests`` (what the worker owns, as the store counts it) besides ``methods``.
 
     Args:
         binding: where to listen.
@@ -98,7 +98,8 @@ async def host_worker(
     drain = Drain(record.worker_id, life, work or Workload(), lease)
     signals = _Signals()
     guarded = [drain.guard(method) for method in methods]
-    add_service(server, record.role, [*guarded, *_drain_methods(drain, life, methods, signals)])
+    own = [_digests(lease), *_drain_methods(drain, life, methods, signals)]
+    add_service(server, record.role, [*guarded, *own])
     await server.start()
     loop = asyncio.get_running_loop()
     running = loop.create_task(loop_body(), name="worker-loop")
@@ -116,6 +117,13 @@ async def host_worker(
             await lease.close()
     if not running.cancelled():
         running.result()
+
+
+def _digests(lease: WorkerLease) -> Method:
+    async def answer(_: Empty) -> msgspec.Struct:
+        return lease.digests()
+
+    return Method("Digests", Empty, unary=answer)
 
 
 def _drain_methods(

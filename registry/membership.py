@@ -1,18 +1,19 @@
-"""What a router knows of the workers and of the pages they own: pure state, no I/O, no clock.
+"""What a router knows of the workers: pure state, no I/O, no clock.
 
 Fed with rosters (who is alive now) and numbered events; answers queries at once. Applying an event
 twice, or one that a snapshot already holds, changes nothing, so a snapshot may be read while events
-go on: the last event about a page wins. An event of another epoch than the worker's is dropped.
+go on. An event of another epoch than the worker's is dropped.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import cast
 
-from pdmesh.registry.store import Member, Roster, WorkerState, read_record
+from pdmesh.registry.feed import EventsMissing
+from pdmesh.registry.roster import Member, Roster, WorkerState, read_record
 from pdmesh.wire.errors import Incompatible, InvalidRequest
 from pdmesh.wire.logs import event
 from pdmesh.wire.messages import WorkerRecord
@@ -20,14 +21,9 @@ from pdmesh.wire.messages import WorkerRecord
 log = logging.getLogger(__name__)
 
 
-class EventsMissing(Exception):
-    """An event was not seen: the state must be read afresh."""
-
-
 @dataclass
 class _Entry:
     member: Member
-    pages: set[bytes] = field(default_factory=set)
     keep_until: float | None = None
     """Set after an outage: not in the store now, but may be about to register again."""
 
@@ -66,15 +62,10 @@ class Membership:
             if entry.member.state == "draining" and entry.member.record.instance not in self._lost
         ]
 
-    def owned_prefix(self, worker_id: str, hashes: Sequence[bytes]) -> int:
-        """How many leading ``hashes`` the worker owns."""
-        entry = self._entries.get(worker_id)
-        if entry is None:
-            return 0
-        for count, page in enumerate(hashes):
-            if page not in entry.pages:
-                return count
-        return len(hashes)
+    def owners(self) -> dict[int, tuple[str, int]]:
+        """Slot -> worker and epoch: whose records in the partitions count."""
+        members = sorted((e.member for e in self._entries.values()), key=lambda m: m.epoch)
+        return {m.slot: (m.record.worker_id, m.epoch) for m in members}
 
     def mark_lost(self, instance: str, now: float) -> None:
         """Takes an instance out of ``workers`` at once."""
@@ -84,13 +75,13 @@ class Membership:
     def replace(
         self,
         roster: Roster,
-        found: Iterable[tuple[Member, set[bytes]]],
+        found: Iterable[Member],
         foreign: Iterable[str] = (),
     ) -> None:
-        """A snapshot, read after ``roster`` was: the members with their pages, and the names of
-        workers whose record this version cannot use."""
-        self._foreign = {name: roster.members[name][0] for name in foreign}
-        entries = {member.record.worker_id: _Entry(member, pages) for member, pages in found}
+        """A snapshot, read after ``roster`` was: the members, and the names of workers whose record
+        this version cannot use."""
+        self._foreign = {name: roster.members[name].epoch for name in foreign}
+        entries = {member.record.worker_id: _Entry(member) for member in found}
         for worker_id, entry in self._entries.items():
             if worker_id not in entries and entry.keep_until is not None:
                 entries[worker_id] = entry
@@ -114,14 +105,14 @@ class Membership:
             raise EventsMissing
         for worker_id, entry in list(self._entries.items()):
             listed = roster.members.get(worker_id)
-            if listed is not None and entry.member.epoch >= listed[0]:
+            if listed is not None and entry.member.epoch >= listed.epoch:
                 entry.keep_until = None
             elif listed is None and (entry.keep_until or entry.member.epoch <= roster.epoch):
                 self._drop_unless_kept(worker_id, entry, now)
-        for worker_id, (epoch, _) in roster.members.items():
+        for worker_id, listed in roster.members.items():
             known = self._entries.get(worker_id)
             seen = self._foreign.get(worker_id, 0) if known is None else known.member.epoch
-            if seen < epoch:
+            if seen < listed.epoch:
                 raise EventsMissing
         self._take_back(roster, now)
 
@@ -142,10 +133,6 @@ class Membership:
         if op == b"state":
             state = cast("WorkerState", fields[b"state"].decode())
             entry.member = replace(entry.member, state=state)
-        elif op == b"publish":
-            entry.pages.update(_split(fields))
-        elif op == b"evict":
-            entry.pages.difference_update(_split(fields))
         elif op == b"leave":
             del self._entries[worker_id]
             self._forget_lost()
@@ -161,7 +148,7 @@ class Membership:
         state = cast("WorkerState", fields[b"state"].decode())
         known = self._entries.get(worker_id)
         if known is None or known.member.epoch < epoch:
-            self._entries[worker_id] = _Entry(Member(record, epoch, state))
+            self._entries[worker_id] = _Entry(Member(record, epoch, state, int(fields[b"slot"])))
             self._forget_lost()
 
     def _drop_unless_kept(self, worker_id: str, entry: _Entry, now: float) -> None:
@@ -180,9 +167,3 @@ class Membership:
     def _forget_lost(self) -> None:
         present = {entry.member.record.instance for entry in self._entries.values()}
         self._lost = {i: since for i, since in self._lost.items() if i in present}
-
-
-def _split(fields: dict[bytes, bytes]) -> list[bytes]:
-    hashes, count = fields[b"hashes"], int(fields[b"count"])
-    size = len(hashes) // count
-    return [hashes[i * size : (i + 1) * size] for i in range(count)]

@@ -1,4 +1,4 @@
-"""A worker's lease: registration, renewal, and the pages it tells the routers about."""
+"""A worker's lease: registration, renewal, and the pages it tells the store about."""
 
 from __future__ import annotations
 
@@ -6,94 +6,45 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from pdmesh.registry.store import Store, StoreUnavailable, WorkerState, end_task
+from pdmesh.registry.layout import Layout, unpack_row
+from pdmesh.registry.ledger import Fenced, Ledger, Words, digests
+from pdmesh.registry.roster import WorkerState
+from pdmesh.registry.store import Store, StoreUnavailable, end_task, read_registered
+from pdmesh.registry.ticker import Ticker
 from pdmesh.wire.codec import encode
 from pdmesh.wire.errors import ConfigError
+from pdmesh.wire.hashes import OwnedPage
 from pdmesh.wire.logs import event
 from pdmesh.wire.messages import WorkerRecord
+from pdmesh.wire.registry import IndexDigests
 
 log = logging.getLogger(__name__)
 
-_BATCH = 512
 _RETRY_S = 0.5
 _CLOSE_S = 2.0
-
-
-class _Fenced(Exception):
-    """The store knows another epoch of this worker, or none."""
-
-
-class _Pending:
-    """The last word about each page not yet sent; filled from any thread.
-
-    Only the last operation on a page counts, so the size is bounded by the distinct pages. Beyond
-    ``limit`` (more than the last snapshot held) all is dropped and ``overflowed`` set; the owner
-    then sends everything afresh.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = self._room = limit
-        self._lock = threading.Lock()
-        self._owned: dict[bytes, bool] = {}
-        self.overflowed = False
-
-    def add(self, hashes: Iterable[bytes], owned: bool) -> None:
-        with self._lock:
-            for page in hashes:
-                self._owned.pop(page, None)
-                self._owned[page] = owned
-            if len(self._owned) > self._room:
-                self._owned.clear()
-                self.overflowed = True
-
-    def take(self) -> tuple[list[bytes], list[bytes]]:
-        """(published, evicted), in order; leaves nothing."""
-        with self._lock:
-            owned, self._owned = self._owned, {}
-        return [p for p, own in owned.items() if own], [p for p, own in owned.items() if not own]
-
-    def restore(self, published: list[bytes], evicted: list[bytes]) -> None:
-        """Puts back what could not be sent, unless a later word about it came meanwhile."""
-        with self._lock:
-            later, self._owned = self._owned, dict.fromkeys(published, True)
-            self._owned.update(dict.fromkeys(evicted, False))
-            for page, own in later.items():
-                self._owned.pop(page, None)
-                self._owned[page] = own
-
-    def begin(self, snapshot: Callable[[], list[bytes]]) -> bool:
-        """Forgets all but ``snapshot()``, which needs no room. Whether words had been dropped.
-
-        What is added between the two is in the snapshot or kept, so nothing is missed.
-        """
-        with self._lock:
-            self._owned.clear()
-            before, self.overflowed = self.overflowed, False
-        owned = snapshot()
-        with self._lock:
-            later, self._owned = self._owned, dict.fromkeys(owned, True)
-            self._owned.update(later)
-            self._room = self._limit + len(owned)
-        return before
+_AUDIT_S = 30.0
 
 
 class WorkerLease:
     """Keeps one worker registered while the process lives.
 
     ``publish`` and ``evict`` may be called from any thread and never block. If the store fences
-    the worker (its lease ended, or the data were lost) or the queue overflows, the worker
-    registers under a new epoch, in the state it was in, and publishes ``snapshot()`` again.
+    the worker (its lease ended, or data were lost), if its records differ from what it was told, or
+    if the queue overflows, the worker registers under a new epoch, in the state it was in, and
+    publishes ``snapshot()`` again. The epoch belongs to the records in the store alone; the
+    instance, which requests and transfers name, stays.
 
     Args:
         url: Redis URL.
         mesh: name of the mesh.
         record: what routers learn about the worker; kept as the attribute ``record``.
-        snapshot: hashes of all pages now owned, parents first; called on the event loop's thread.
+        snapshot: all pages now owned, parents first; called on the event loop's thread.
         ttl_s: seconds the lease lasts without renewal; it is renewed five times as often.
         queue_limit: pages that may wait to be sent.
+        audit_s: seconds between comparisons of the store's digests with the worker's; jittered.
+        clock: seconds; the event loop's by default. It may jump.
         store: takes the place of the one at ``url``.
 
     Raises:
@@ -106,9 +57,11 @@ class WorkerLease:
         mesh: str,
         record: WorkerRecord,
         *,
-        snapshot: Callable[[], list[bytes]] = list,
+        snapshot: Callable[[], Sequence[OwnedPage]] = list,
         ttl_s: float = 5.0,
         queue_limit: int = 65_536,
+        audit_s: float = _AUDIT_S,
+        clock: Callable[[], float] | None = None,
         store: Store | None = None,
     ) -> None:
         self._store = store or Store(url, mesh)
@@ -116,25 +69,46 @@ class WorkerLease:
         self._snapshot = snapshot
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._renew_s = ttl_s / 5
-        self._pending = _Pending(queue_limit)
+        self._audit_s = audit_s
+        self._clock = clock
+        self._words = Words(queue_limit)
+        self._ledger = Ledger(Layout(1), 0, 0)
+        self._backlog = 0
         self._state: WorkerState = "joining"
         self._told: WorkerState = "joining"
-        self._epoch = 0
-        self._lost = False
+        self._floor = 0
+        self._doubt = ""
+        self._lost: set[str] = set()
         self._wake = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._changing = asyncio.Lock()
 
     @property
     def epoch(self) -> int:
         """The epoch under which the worker is registered; 0 before ``start``."""
-        return self._epoch
+        return self._ledger.epoch
 
     @property
     def connected(self) -> bool:
         """Whether the last call to the store succeeded."""
-        return self._epoch > 0 and not self._lost
+        return self.epoch > 0 and not self._lost
+
+    @property
+    def settled(self) -> bool:
+        """Whether the store has confirmed all that it was to be told."""
+        return not self._doubt and len(self._words) == 0 and self._ledger.settled
+
+    def digests(self) -> IndexDigests:
+        """What the worker owns by its own books, in the form in which the store counts it."""
+        ledger, parts = self._ledger, digests(self._ledger.layout, self._snapshot())
+        return IndexDigests(
+            slot=ledger.slot,
+            epoch=ledger.epoch,
+            settled=self.settled,
+            counts=tuple(count for count, _ in parts),
+            xors=tuple(xor for _, xor in parts),
+        )
 
     async def start(self) -> None:
         """Registers, taking the name over from a process before, and starts to renew.
@@ -145,6 +119,7 @@ class WorkerLease:
             ConfigError: the store refuses the login, or cannot serve pdmesh.
         """
         self._loop = asyncio.get_running_loop()
+        self._clock = self._clock or self._loop.time
         while True:
             try:
                 await self._register(takeover=True)
@@ -152,8 +127,11 @@ class WorkerLease:
             except StoreUnavailable as error:
                 self._note_lost(error)
                 await asyncio.sleep(_RETRY_S)
-        self._task = asyncio.create_task(self._run(), name="worker-lease")
-        self._task.add_done_callback(_report)
+        self._note_back()
+        for body, name in ((self._renew(), "lease-renew"), (self._tell(), "lease-tell")):
+            task = asyncio.create_task(body, name=name)
+            task.add_done_callback(_report)
+            self._tasks.append(task)
 
     async def ready(self) -> None:
         """Tells routers to use the worker."""
@@ -163,83 +141,68 @@ class WorkerLease:
         """Tells routers to send no more requests."""
         await self._set_state("draining")
 
-    def publish(self, hashes: Iterable[bytes]) -> None:
+    def publish(self, pages: Iterable[OwnedPage]) -> None:
         """The worker now owns these pages (parents before children)."""
-        self._enqueue(hashes, owned=True)
+        self._enqueue(pages, owned=True)
 
-    def evict(self, hashes: Iterable[bytes]) -> None:
+    def evict(self, pages: Iterable[OwnedPage]) -> None:
         """The worker no longer owns these pages."""
-        self._enqueue(hashes, owned=False)
+        self._enqueue(pages, owned=False)
 
     async def close(self) -> None:
-        """Stops renewing and removes the worker's keys, if the store answers within 2 s."""
-        if self._task is not None:
-            await end_task(self._task)
+        """Stops renewing and removes what the store holds of it, if that answers within 2 s."""
+        await self.stop()
         try:
-            if self._epoch:
+            if self.epoch:
                 async with asyncio.timeout(_CLOSE_S):
-                    await self._call("deregister", self._epoch)
-        except _Fenced:
+                    with contextlib.suppress(TimeoutError, StoreUnavailable):
+                        async with asyncio.timeout(_CLOSE_S / 2):
+                            await self._retire()
+                    await self._call("deregister", self.epoch)
+        except Fenced:
             pass
         except (StoreUnavailable, ConfigError, TimeoutError) as error:
             event(log, "deregister_failed", logging.WARNING, error=error)
         finally:
             await self._store.close()
 
-    def _enqueue(self, hashes: Iterable[bytes], owned: bool) -> None:
-        self._pending.add(hashes, owned)
+    async def stop(self) -> None:
+        """Stops renewing and telling, as the death of the process would."""
+        for task in self._tasks:
+            await end_task(task)
+
+    def _enqueue(self, pages: Iterable[OwnedPage], owned: bool) -> None:
+        self._words.add(pages, owned, self._backlog)
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake.set)
 
-    async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        due = loop.time() + self._renew_s * (0.5 + secrets.randbelow(500) / 1000)
+    def _now(self) -> float:
+        assert self._clock is not None
+        return self._clock()
+
+    async def _renew(self) -> None:
+        ticker = Ticker(self._renew_s, self._now(), secrets.randbelow(500) / 1000)
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(due):
-                    await self._wake.wait()
-            self._wake.clear()
+            await asyncio.sleep(min(ticker.left(self._now()), self._renew_s))
+            if ticker.left(self._now()) > 0:
+                continue
+            ticker.hit(self._now())
+            epoch = self.epoch
             try:
-                async with self._changing:
-                    if loop.time() >= due:
-                        due = loop.time() + self._renew_s
-                        await self._call("renew", self._epoch, self._ttl_ms)
-                    await self._tell_state()
-                    await self._flush()
-                self._note_back()
-            except _Fenced as error:
-                event(log, "lease_fenced", logging.WARNING, epoch=self._epoch, current=error)
-                await self._register_again()
+                await self._call("renew", epoch, self._ttl_ms)
+            except Fenced as error:
+                if epoch == self.epoch:
+                    self._doubt = str(error)
+                    self._wake.set()
             except (StoreUnavailable, ConfigError) as error:
                 self._note_lost(error)
-                await asyncio.sleep(min(_RETRY_S, self._renew_s))
-
-    async def _flush(self) -> None:
-        if self._pending.overflowed:
-            raise _Fenced("queue overflow")
-        published, evicted = self._pending.take()
-        try:
-            for start in range(0, len(evicted), _BATCH):
-                await self._call("evict", self._epoch, *evicted[start : start + _BATCH])
-            for start in range(0, len(published), _BATCH):
-                await self._call("publish", self._epoch, *published[start : start + _BATCH])
-        except BaseException:
-            self._pending.restore(published, evicted)
-            raise
-
-    async def _register_again(self) -> None:
-        try:
-            async with self._changing:
-                await self._register(takeover=False)
-            self._note_back()
-        except (StoreUnavailable, ConfigError) as error:
-            self._note_lost(error)
-            await asyncio.sleep(_RETRY_S)
+            else:
+                self._note_back()
 
     async def _register(self, takeover: bool) -> None:
         record = self.record
         state = self._state
-        dropped = self._pending.begin(self._snapshot)
+        dropped = self._words.begin(self._snapshot)
         try:
             answer = await self._store.call(
                 "register",
@@ -250,18 +213,26 @@ class WorkerLease:
                 state,
                 int(takeover),
                 secrets.token_hex(8),
+                self._store.layout.name,
+                max(self._floor, self.epoch),
             )
+            epoch, slot, layout = read_registered(answer, record.worker_id)
         except BaseException:
-            self._pending.overflowed |= dropped
+            self._words.overflowed |= dropped
             raise
-        if answer[0] == b"TAKEN":
-            raise StoreUnavailable(
-                f"another process (instance {answer[1].decode()}) runs as {record.worker_id!r}; "
-                "give each worker its own name"
-            )
-        self._epoch, self._told = int(answer[1]), state
+        self._ledger = Ledger(layout, slot, epoch)
+        self._told, self._doubt = state, ""
         self._wake.set()
-        event(log, "registered", worker=record.worker_id, epoch=self._epoch, state=state)
+        event(log, "registered", worker=record.worker_id, epoch=epoch, slot=slot, state=state)
+
+    async def _register_again(self) -> None:
+        try:
+            async with self._changing:
+                await self._register(takeover=False)
+            self._note_back()
+        except (StoreUnavailable, ConfigError) as error:
+            self._note_lost(error)
+            await asyncio.sleep(_RETRY_S)
 
     async def _set_state(self, state: WorkerState) -> None:
         """Keeps the state; what the store cannot be told now, the background task tells later."""
@@ -269,31 +240,106 @@ class WorkerLease:
         try:
             async with self._changing:
                 await self._tell_state()
-        except _Fenced:
+        except Fenced:
             await self._register_again()
         except StoreUnavailable as error:
-            self._note_lost(error)
+            self._note_lost(error, "pages")
+            self._wake.set()
 
     async def _tell_state(self) -> None:
         state = self._state
         if self._told != state:
-            await self._call("set_state", self._epoch, self._ttl_ms, state)
+            await self._call("set_state", self.epoch, self._ttl_ms, state)
             self._told = state
 
     async def _call(self, name: str, epoch: int, *args: str | bytes | int) -> None:
         answer = await self._store.call(name, self.record.worker_id, epoch, *args)
         if answer[0] != b"OK":
-            raise _Fenced(answer[1].decode())
+            raise Fenced(f"{answer[0].decode()} {answer[1].decode()}", int(answer[1]))
 
-    def _note_lost(self, error: Exception) -> None:
+    async def _tell(self) -> None:
+        audit = Ticker(self._audit_s, self._now(), secrets.randbelow(500) / 1000)
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(audit.left(self._now()), self._audit_s)):
+                    await self._wake.wait()
+            self._wake.clear()
+            try:
+                async with self._changing:
+                    if self._doubt:
+                        raise Fenced(self._doubt)
+                    await self._tell_state()
+                    await self._flush()
+                    if audit.left(self._now()) == 0:
+                        audit.hit(self._now())
+                        await self._audit()
+            except Fenced as error:
+                self._floor = max(self._floor, error.epoch)
+                self._doubt = str(error)
+                event(log, "lease_fenced", logging.WARNING, epoch=self.epoch, reason=error)
+                await self._register_again()
+                self._wake.set()
+            except (StoreUnavailable, ConfigError) as error:
+                self._note_lost(error, "pages")
+                await asyncio.sleep(min(_RETRY_S, self._renew_s))
+                self._wake.set()
+            else:
+                self._note_back("pages")
+
+    async def _flush(self) -> None:
+        """Sends all that waits, one batch at a time to each partition.
+
+        A partition that does not answer is tried again later and holds up no other.
+        """
+        failed: dict[int, StoreUnavailable] = {}
+        while True:
+            if self._words.overflowed:
+                raise Fenced("queue overflow")
+            self._ledger.add(self._words.take())
+            self._backlog = self._ledger.waiting
+            calls = self._ledger.calls(besides=failed)
+            if not calls:
+                break
+            answers = await self._store.many(calls)
+            troubles: list[Fenced] = []
+            for call, answer in zip(calls, answers, strict=True):
+                if isinstance(answer, StoreUnavailable):
+                    failed[call.partition] = answer
+                    continue
+                try:
+                    self._ledger.answered(call, answer)
+                except Fenced as error:
+                    troubles.append(error)
+            if troubles:
+                raise max(troubles, key=lambda trouble: trouble.epoch)
+        if failed:
+            raise next(iter(failed.values()))
+
+    async def _retire(self) -> None:
+        """Takes all pages out of the store."""
+        self._words.take()
+        self._words.overflowed = False
+        self._ledger.retire()
+        await self._flush()
+
+    async def _audit(self) -> None:
+        calls = self._ledger.audit_calls()
+        for call, answer in zip(calls, await self._store.many(calls), strict=True):
+            if isinstance(answer, StoreUnavailable):
+                continue
+            difference = self._ledger.differs(call, unpack_row(answer) if answer else None)
+            if difference:
+                raise Fenced(difference)
+
+    def _note_lost(self, error: Exception, what: str = "lease") -> None:
         if not self._lost:
             event(log, "registry_lost", logging.WARNING, store=self._store.where, error=error)
-        self._lost = True
+        self._lost.add(what)
 
-    def _note_back(self) -> None:
-        if self._lost:
-            event(log, "registry_back", store=self._store.where, epoch=self._epoch)
-        self._lost = False
+    def _note_back(self, what: str = "lease") -> None:
+        if self._lost == {what}:
+            event(log, "registry_back", store=self._store.where, epoch=self.epoch)
+        self._lost.discard(what)
 
 
 def _report(task: asyncio.Task[None]) -> None:

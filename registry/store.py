@@ -1,4 +1,4 @@
-"""One connection to the store (Redis 7 or later, or Valkey): its keys, its functions, its errors.
+"""One connection to the store (Redis 7 or later, or Valkey): its functions and its errors.
 
 The functions are loaded under a name that holds a digest of their source, so two versions of
 pdmesh can share a store. An error of the redis library becomes ``StoreUnavailable`` (try again) or
@@ -9,166 +9,144 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import secrets
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
 from importlib import resources
-from typing import Any, Literal, cast
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple, cast
 
-import redis.asyncio
 from redis import exceptions
-from redis.asyncio.connection import ConnectionPool, parse_url
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
-from pdmesh.wire.codec import decode
-from pdmesh.wire.errors import ConfigError, Incompatible, Unavailable
-from pdmesh.wire.messages import PROTOCOL_VERSION, WorkerRecord
+from pdmesh.registry.address import parse_address
+from pdmesh.registry.keys import Keys
+from pdmesh.registry.layout import Layout
+from pdmesh.registry.roster import Member, Roster, WorkerState, read_record, read_roster
+from pdmesh.wire.errors import ConfigError, Unavailable
 
-WorkerState = Literal["joining", "ready", "draining"]
-
-_CONNECT_TIMEOUT_S = 2.0
-_ANSWER_TIMEOUT_S = 3.0
+READ_ONLY = ("lookup", "position", "dump", "digest")
+_OF_A_CLUSTER = (
+    exceptions.AskError,  # MovedError is one
+    exceptions.ClusterDownError,
+    exceptions.ClusterCrossSlotError,
+)
+_AT_A_TIME = 64
+"""Commands under way to a cluster."""
+_EVENTS_AT_A_TIME = 500
 
 
 class StoreUnavailable(Unavailable):
     """The store does not answer, or not yet."""
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Names of all keys of a mesh; the hash tag puts them in one slot."""
+class PageCall(NamedTuple):
+    """One call of a function of a partition (``pages.lua``)."""
 
-    mesh: str
-
-    def _key(self, *parts: str) -> str:
-        return ":".join((f"pdmesh:{{{self.mesh}}}", *parts))
-
-    @property
-    def shared(self) -> list[str]:
-        """meta, leases, roster, events: what every function gets first."""
-        return [self._key(name) for name in ("meta", "leases", "roster", "events")]
-
-    @property
-    def events(self) -> str:
-        return self._key("events")
-
-    def worker(self, worker_id: str) -> str:
-        return self._key("worker", worker_id)
-
-    def pages(self, worker_id: str) -> str:
-        return self._key("pages", worker_id)
+    name: str
+    partition: int
+    buckets: tuple[int, ...] = ()
+    args: tuple[str | bytes | int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Roster:
-    """Who holds a lease, at one moment. ``seq`` is the last event that it includes."""
-
-    incarnation: bytes
-    seq: int
-    epoch: int
-    members: dict[str, tuple[int, WorkerState]]
-
-
-@dataclass(frozen=True)
-class Member:
-    """One worker as the store knows it."""
-
-    record: WorkerRecord
-    epoch: int
-    state: WorkerState
-
-
-def read_record(data: bytes) -> WorkerRecord:
-    """A record from the store. Raises InvalidRequest or Incompatible if it is of another version"""
-    record = decode(data, WorkerRecord)
-    if record.protocol != PROTOCOL_VERSION:
-        raise Incompatible(
-            f"worker {record.worker_id} speaks protocol {record.protocol}, this process speaks "
-            f"{PROTOCOL_VERSION}"
-        )
-    return record
+Entries = list[tuple[str, dict[bytes, bytes]]]
+"""Events of a stream: id and fields."""
 
 
 @cache
 def _library() -> tuple[str, str]:
-    source = resources.files("pdmesh.registry").joinpath("functions.lua").read_text()
+    folder = resources.files("pdmesh.registry")
+    source = "".join(folder.joinpath(name).read_text() for name in ("functions.lua", "pages.lua"))
     version = blake2b(source.encode(), digest_size=4).hexdigest()
     return version, source.replace("@VERSION@", version)
 
 
-def redacted(url: str) -> str:
-    """``url`` without its password, for messages and logs."""
-    return re.sub(r"(://[^:@/]*):[^@/]*@", r"\1:***@", url)
-
-
-def _pool(url: str) -> ConnectionPool:
-    try:
-        options: dict[str, Any] = dict(parse_url(url))
-        if urlsplit(url).scheme != "unix":
-            options.setdefault("socket_connect_timeout", _CONNECT_TIMEOUT_S)
-            options.setdefault("socket_keepalive", True)
-        options.setdefault("socket_timeout", _ANSWER_TIMEOUT_S)
-        options |= {"decode_responses": False, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
-        return ConnectionPool(**options)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"Redis URL {redacted(url)!r} is not understood ({error}); give redis://host:port, "
-            "rediss://host:port or unix:///path, with user:password@ if needed"
-        ) from error
-
-
-def check_url(url: str) -> None:
-    """Raises ConfigError unless ``url`` is a Redis URL; connects to nothing."""
-    _pool(url)
-
-
 class Store:
-    """Calls the functions of one mesh's store; safe for several tasks of one event loop."""
+    """Calls the functions of one mesh's store; safe for several tasks of one event loop.
+
+    Raises:
+        ConfigError: the URL is wrong.
+    """
 
     def __init__(self, url: str, mesh: str) -> None:
+        address = parse_address(url)
         self.keys = Keys(mesh)
-        self.where = redacted(url)
-        self._redis: Any = redis.asyncio.Redis(connection_pool=_pool(url))
+        self.where = address.where
+        self.layout: Layout = address.layout
+        """What a new mesh gets; an old one has the layout that its roster says."""
+        self._cluster = address.cluster
+        self._redis: Any = address.client()
+        self._room = asyncio.Semaphore(_AT_A_TIME)
+
+    @property
+    def waits(self) -> bool:
+        """Whether ``read`` can wait for an event."""
+        return not self._cluster
 
     async def close(self) -> None:
         """Closes all connections."""
         await self._redis.aclose()
-        await self._redis.connection_pool.disconnect()
+        if not self._cluster:
+            await self._redis.connection_pool.disconnect()
 
     async def execute(self, *command: str | bytes | int) -> Any:
         """One plain command."""
         with self._mapped_errors():
             return await self._redis.execute_command(*command)
 
-    async def _load(self) -> None:
-        await self.execute("FUNCTION", "LOAD", "REPLACE", _library()[1])
+    async def load(self) -> None:
+        """Loads the functions, on every primary of a cluster."""
+        with self._mapped_errors():
+            if self._cluster:
+                await self._redis.function_load(_library()[1], replace=True)
+            else:
+                await self._redis.execute_command("FUNCTION", "LOAD", "REPLACE", _library()[1])
 
     async def call(self, name: str, worker_id: str | None, *args: str | bytes | int) -> list[Any]:
         """Calls one function of ``functions.lua``; loads the library if the store lacks it."""
         keys = self.keys.shared
         if worker_id is not None:
-            keys = [*keys, self.keys.worker(worker_id), self.keys.pages(worker_id)]
+            keys = [*keys, self.keys.worker(worker_id)]
             args = (worker_id, *args)
         command = ("FCALL", f"pdmesh_{name}_{_library()[0]}", len(keys), *keys, *args)
         try:
             return cast("list[Any]", await self.execute(*command))
         except _FunctionMissing:
-            await self._load()
+            await self.load()
             return cast("list[Any]", await self.execute(*command))
+
+    async def many(self, calls: Sequence[PageCall]) -> list[Any]:
+        """Calls functions of partitions, all in one round trip.
+
+        Returns:
+            The answers in order; a ``StoreUnavailable`` in place of each that did not come.
+
+        Raises:
+            ConfigError: the store refuses the login, or cannot serve pdmesh.
+        """
+        commands = [self._page_command(call) for call in calls]
+        answers = await self._all(commands)
+        missing = [i for i, found in enumerate(answers) if isinstance(found, _FunctionMissing)]
+        if missing:
+            try:
+                await self.load()
+                again = await self._all([commands[i] for i in missing])
+            except StoreUnavailable as error:
+                again = [error] * len(missing)
+            for i, found in zip(missing, again, strict=True):
+                answers[i] = found
+        return answers
+
+    async def one(self, call: PageCall) -> Any:
+        """One call. Raises StoreUnavailable or ConfigError."""
+        (answer,) = await self.many([call])
+        if isinstance(answer, StoreUnavailable):
+            raise answer
+        return answer
 
     async def roster(self) -> Roster:
         """The live workers; ended leases are dropped on the way."""
-        inc, seq, epoch, flat = await self.call("members", None, secrets.token_hex(8))
-        members: dict[str, tuple[int, WorkerState]] = {}
-        for worker, value in zip(flat[::2], flat[1::2], strict=True):
-            number, _, state = value.decode().partition(":")
-            members[worker.decode()] = (int(number), cast("WorkerState", state))
-        return Roster(inc, int(seq), int(epoch), members)
+        candidate = secrets.token_hex(8)
+        return read_roster(await self.call("members", None, candidate, self.layout.name))
 
     async def member(self, worker_id: str) -> Member | None:
         """One worker's record, or None if its lease has ended.
@@ -176,25 +154,69 @@ class Store:
         Raises InvalidRequest or Incompatible if another version of pdmesh wrote it.
         """
         key = self.keys.worker(worker_id)
-        epoch, state, record = await self.execute("HMGET", key, "epoch", "state", "record")
+        epoch, state, slot, record = await self.execute(
+            "HMGET", key, "epoch", "state", "slot", "record"
+        )
         if record is None:
             return None
-        return Member(read_record(record), int(epoch), cast("WorkerState", state.decode()))
+        state = cast("WorkerState", state.decode())
+        return Member(read_record(record), int(epoch), state, int(slot))
 
-    async def pages(self, worker_id: str) -> set[bytes]:
-        """Hashes of all pages that the worker has published."""
-        return set(await self.execute("SMEMBERS", self.keys.pages(worker_id)))
+    async def read(self, cursors: Mapping[str, str], block_ms: int) -> dict[str, Entries]:
+        """What follows the cursors (key of a stream -> id) in these streams.
 
-    async def events(self, after: int, block_ms: int) -> list[tuple[int, dict[bytes, bytes]]]:
-        """Events that follow number ``after``, as (number, fields); waits ``block_ms`` for one."""
-        wait = ("BLOCK", block_ms) if block_ms else ()
-        answer = await self.execute(
-            "XREAD", "COUNT", 500, *wait, "STREAMS", self.keys.events, f"{after}-0"
-        )
-        if not answer:
+        Waits ``block_ms`` for the first event, but not if the store is a cluster. There a stream
+        that does not answer is left out; all of them, and it is StoreUnavailable.
+        """
+        if self._cluster:
+            found = await self._all([self._xread({k: i}, 0) for k, i in cursors.items()])
+            answers = [a for a in found if not isinstance(a, StoreUnavailable)]
+            if found and not answers:
+                raise found[0]
+            return {k: e for answer in answers for k, e in _streams(answer)}
+        return dict(_streams(await self.execute(*self._xread(cursors, block_ms))))
+
+    def _xread(self, cursors: Mapping[str, str], block_ms: int) -> tuple[str | bytes | int, ...]:
+        wait: tuple[str | int, ...] = ("BLOCK", block_ms) if block_ms else ()
+        count = ("COUNT", _EVENTS_AT_A_TIME)
+        return ("XREAD", *count, *wait, "STREAMS", *cursors.keys(), *cursors.values())
+
+    def _page_command(self, call: PageCall) -> tuple[str | bytes | int, ...]:
+        keys = self.keys.partition(call.partition)
+        keys += [self.keys.bucket(call.partition, bucket) for bucket in call.buckets]
+        kind = "FCALL_RO" if call.name in READ_ONLY else "FCALL"
+        return (kind, f"pdmesh_{call.name}_{_library()[0]}", len(keys), *keys, *call.args)
+
+    async def _all(self, commands: Sequence[tuple[str | bytes | int, ...]]) -> list[Any]:
+        if not commands:
             return []
-        streams = answer.values() if isinstance(answer, dict) else [s[1] for s in answer]
-        return [pair for entries in streams for pair in _entries(entries)]
+        if self._cluster:
+            return await asyncio.gather(*(self._alone(command) for command in commands))
+        try:
+            with self._mapped_errors():
+                pipeline = self._redis.pipeline(transaction=False)
+                for command in commands:
+                    pipeline.execute_command(*command)
+                answers = await pipeline.execute(raise_on_error=False)
+        except StoreUnavailable as error:
+            return [error] * len(commands)
+        return [self._judged(answer) for answer in answers]
+
+    async def _alone(self, command: tuple[str | bytes | int, ...]) -> Any:
+        try:
+            async with self._room:
+                return await self.execute(*command)
+        except StoreUnavailable as error:
+            return error
+
+    def _judged(self, answer: Any) -> Any:
+        if not isinstance(answer, Exception):
+            return answer
+        try:
+            with self._mapped_errors():
+                raise answer
+        except StoreUnavailable as error:
+            return error
 
     @contextlib.contextmanager
     def _mapped_errors(self) -> Iterator[None]:
@@ -207,9 +229,23 @@ class Store:
         except exceptions.NoPermissionError as error:
             raise ConfigError(f"the store at {self.where} forbids a command: {error}") from error
         except exceptions.ResponseError as error:
-            raise self._refusal(str(error)) from error
+            raise self._refusal(error) from error
+        except exceptions.RedisClusterException as error:
+            if "cluster mode is not enabled" in str(error).lower():
+                raise ConfigError(
+                    f"the store at {self.where} is no cluster; leave cluster=true out of its URL"
+                ) from error
+            raise StoreUnavailable(f"the store at {self.where} does not answer: {error}") from error
 
-    def _refusal(self, text: str) -> Exception:
+        except (AttributeError, KeyError, IndexError, RuntimeError) as error:
+            # The client of a cluster closes connections, after a move of slots, that other tasks
+            # are about to write to: they find no writer.
+            if not self._cluster:
+                raise
+            raise StoreUnavailable(f"the store at {self.where} was reconnected: {error}") from error
+
+    def _refusal(self, error: exceptions.ResponseError) -> Exception:
+        text = str(error)
         lowered = text.lower()
         if "function not found" in lowered:
             return _FunctionMissing(text)
@@ -220,9 +256,9 @@ class Store:
             )
         if "noauth" in lowered or "wrongpass" in lowered:
             return ConfigError(f"the store at {self.where} refuses the login: {text}")
-        if lowered.startswith(("moved", "crossslot", "clusterdown")):
+        if isinstance(error, _OF_A_CLUSTER) and not self._cluster:
             return ConfigError(
-                f"the store at {self.where} is a cluster ({text}); give a single Redis or Valkey"
+                f"the store at {self.where} is a cluster ({text}); add cluster=true to its URL"
             )
         return StoreUnavailable(f"the store at {self.where} refuses: {text}")
 
@@ -231,13 +267,36 @@ class _FunctionMissing(StoreUnavailable):
     """The library is not loaded (a new or wiped store)."""
 
 
-def _entries(entries: list[Any]) -> Iterator[tuple[int, dict[bytes, bytes]]]:
+def _streams(answer: Any) -> Iterator[tuple[str, Entries]]:
+    if not answer:
+        return
+    pairs = answer.items() if isinstance(answer, dict) else answer
+    for key, entries in pairs:
+        yield key.decode(), list(_entries(entries))
+
+
+def _entries(entries: list[Any]) -> Iterator[tuple[str, dict[bytes, bytes]]]:
     # A RESP3 answer nests each stream's entries one level deeper.
     if len(entries) == 1 and entries[0] and isinstance(entries[0][0], list):
         entries = entries[0]
     for entry_id, flat in entries:
         fields = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
-        yield int(entry_id.split(b"-")[0]), fields
+        yield entry_id.decode(), fields
+
+
+def read_registered(answer: list[Any], worker_id: str) -> tuple[int, int, Layout]:
+    """(epoch, slot, layout) of the answer of the function ``register``.
+
+    Raises StoreUnavailable if it refuses: another process has the name, or there are too many.
+    """
+    if answer[0] == b"TAKEN":
+        raise StoreUnavailable(
+            f"another process (instance {answer[1].decode()}) runs as {worker_id!r}; give each "
+            "worker its own name"
+        )
+    if answer[0] == b"FULL":
+        raise StoreUnavailable("the mesh has 65,536 workers; no more can register")
+    return int(answer[1]), int(answer[2]), Layout.named(answer[3])
 
 
 async def read_members(url: str, mesh: str) -> list[Member]:
@@ -259,7 +318,7 @@ async def check_store(url: str) -> None:
     """Raises ConfigError or StoreUnavailable if no usable store answers at ``url``."""
     store = Store(url, "")
     try:
-        await store._load()
+        await store.load()
     finally:
         await store.close()
 

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from pdmesh.registry.store import Store, StoreUnavailable
+from pdmesh.registry.keys import Keys
+from pdmesh.registry.layout import Layout, pack_group
+from pdmesh.registry.store import Entries, PageCall, Store, StoreUnavailable
 from pdmesh.simulation.loop import VirtualLoop
+from pdmesh.simulation.partition import PartitionModel
 from pdmesh.wire.messages import WorkerRecord
+
+LAYOUT = Layout(4)
 
 
 @dataclass
@@ -22,7 +28,7 @@ class _Member:
     state: str
     record: bytes
     ends: float
-    pages: set[bytes] = field(default_factory=set)
+    slot: int
 
 
 class SimStore:
@@ -40,24 +46,42 @@ class SimStore:
         self._seq = 0
         self._epoch = 0
         self._members: dict[str, _Member] = {}
+        self._dead: dict[int, int] = {}
+        self._free: list[int] = []
+        self._next = 0
         self._events: list[tuple[int, dict[bytes, bytes]]] = []
+        self._parts = [PartitionModel() for _ in range(LAYOUT.partitions)]
 
     def wipe(self) -> None:
         """All data are lost."""
         self._incarnation = b""
         self._members.clear()
+        self._dead.clear()
+        self._free.clear()
+        self._next = 0
         self._events.clear()
+        self._parts = [PartitionModel() for _ in range(LAYOUT.partitions)]
 
     def confuse(self) -> None:
-        """The page lists become wrong: some hashes go, some go to workers that lack them."""
-        names = sorted(self._members)
-        for name in names:
-            for page in sorted(self._members[name].pages):
-                draw = self.rng.random()
-                if draw < 0.3:
-                    self._pages("evict", "remove", name, [page])
-                elif draw < 0.6:
-                    self._pages("publish", "add", self.rng.choice(names), [page])
+        """The page lists become wrong: some pages go, some go to workers that lack them."""
+        slots = sorted(member.slot for member in self._members.values())
+        for part in self._parts:
+            rows = [slot for slot in slots if slot in part.rows]
+            for bucket in sorted(part.records):
+                for mark in sorted(part.records[bucket]):
+                    draw = self.rng.random()
+                    op = "evict" if draw < 0.3 else "publish" if draw < 0.6 else ""
+                    if op and rows:
+                        slot = self.rng.choice(rows)
+                        row = part.rows[slot]
+                        group = pack_group(bucket, [mark])
+                        part.call(op, [bucket], [slot, row.epoch, row.seq + 1, group])
+
+    # ---- pages.lua ------------------------------------------------------------------------
+
+    def page_call(self, call: PageCall) -> Any:
+        """One function of a partition, at once."""
+        return self._parts[call.partition].call(call.name, call.buckets, call.args)
 
     # ---- functions.lua --------------------------------------------------------------------
 
@@ -68,8 +92,16 @@ class SimStore:
             self._begin(args[0])
             flat: list[bytes] = []
             for worker, member in self._members.items():
-                flat += [worker.encode(), f"{member.epoch}:{member.state}".encode()]
-            return [self._incarnation, str(self._seq), str(self._epoch), flat]
+                entry = f"{member.epoch}:{member.state}:{member.slot}"
+                flat += [worker.encode(), entry.encode()]
+            dead = [part for pair in self._dead.items() for part in pair]
+            meta = [self._incarnation, str(self._seq), str(self._epoch), LAYOUT.name.encode()]
+            return [*meta, flat, dead]
+        if name == "buried":
+            same = self._dead.get(args[0]) == args[1]
+            return [int(same and self._dead.pop(args[0]) == args[1])]
+        if name == "may_sweep":
+            return [1]
         worker, rest = args[0], args[1:]
         if name == "register":
             return self._register(worker, *rest)
@@ -86,10 +118,6 @@ class SimStore:
             if member.state != rest[2]:
                 member.state = rest[2]
                 self._emit(worker, "state", member.epoch, state=rest[2].encode())
-        elif name == "publish":
-            self._pages("publish", "add", worker, rest[1:])
-        elif name == "evict":
-            self._pages("evict", "remove", worker, rest[1:])
         elif name == "deregister":
             self._leave(worker)
         return [b"OK"]
@@ -109,30 +137,35 @@ class SimStore:
         state: str,
         takeover: int,
         candidate: str,
+        layout: str,
+        floor: int,
     ) -> list[Any]:
         holder = self._members.get(worker)
         if holder is not None and holder.instance != instance and not takeover:
             return [b"TAKEN", holder.instance.encode()]
         self._begin(candidate)
-        self._epoch = max(self._epoch + 1, int(self.loop.time() * 1e6))
+        slot = self._take_slot(holder)
+        self._dead.pop(slot, None)
+        self._epoch = max(self._epoch + 1, floor + 1, int(self.loop.time() * 1e6))
         ends = self.loop.time() + ttl_ms / 1e3
-        self._members[worker] = _Member(self._epoch, instance, state, record, ends)
-        self._emit(worker, "join", self._epoch, state=state.encode(), record=record)
-        return [b"OK", str(self._epoch).encode()]
+        self._members[worker] = _Member(self._epoch, instance, state, record, ends, slot)
+        said = {"state": state.encode(), "slot": str(slot).encode(), "record": record}
+        self._emit(worker, "join", self._epoch, **said)
+        return [b"OK", str(self._epoch).encode(), str(slot).encode(), LAYOUT.name.encode()]
 
-    def _pages(self, op: str, change: str, worker: str, hashes: list[bytes]) -> None:
-        member = self._members[worker]
-        for page in hashes:
-            if change == "add":
-                member.pages.add(page)
-            else:
-                member.pages.discard(page)
-        self._emit(
-            worker, op, member.epoch, count=str(len(hashes)).encode(), hashes=b"".join(hashes)
-        )
+    def _take_slot(self, holder: _Member | None) -> int:
+        if holder is not None:
+            return holder.slot
+        if self._free:
+            return self._free.pop(0)
+        self._next += 1
+        return self._next - 1
 
     def _leave(self, worker: str) -> None:
-        self._emit(worker, "leave", self._members.pop(worker).epoch)
+        member = self._members.pop(worker)
+        self._free.append(member.slot)
+        self._dead[member.slot] = member.epoch
+        self._emit(worker, "leave", member.epoch)
 
     def _drop_ended(self) -> None:
         now = self.loop.time()
@@ -148,33 +181,41 @@ class SimStore:
     # ---- plain commands -------------------------------------------------------------------
 
     def member(self, worker: str) -> list[Any]:
-        """epoch, state, record; three None where there is none."""
+        """epoch, state, slot, record; four None where there is none."""
         found = self._members.get(worker)
         if found is None:
-            return [None, None, None]
-        return [str(found.epoch).encode(), found.state.encode(), found.record]
+            return [None, None, None, None]
+        return [str(found.epoch).encode(), found.state.encode(), found.slot, found.record]
 
-    def pages(self, worker: str) -> set[bytes]:
-        found = self._members.get(worker)
-        return set() if found is None else set(found.pages)
-
-    def events(self, after: int) -> list[tuple[int, dict[bytes, bytes]]]:
-        return [pair for pair in self._events[-500:] if pair[0] > after]
+    def read(self, cursors: Mapping[str, str], keys: Keys) -> dict[str, Entries]:
+        """What follows the cursors."""
+        after = int(cursors[keys.events].partition("-")[0])
+        own = [(f"{seq}-0", fields) for seq, fields in self._events[-500:] if seq > after]
+        found: dict[str, Entries] = {keys.events: own} if own else {}
+        for number, part in enumerate(self._parts):
+            key = keys.page_events(number)
+            if key in cursors and (events := part.after(cursors[key], 500)):
+                found[key] = events
+        return found
 
     def owned(self, record: WorkerRecord) -> int:
         """How many pages the store says that a worker has."""
-        return len(self.pages(record.worker_id))
+        member = self._members.get(record.worker_id)
+        return 0 if member is None else sum(len(part.owned(member.slot)) for part in self._parts)
 
 
 class StoreClient(Store):
     """One process's way to the store; each call takes time, or fails after the real timeouts."""
 
     def __init__(self, store: SimStore, mesh: str = "sim") -> None:
-        from pdmesh.registry.store import Keys
-
         self.keys = Keys(mesh)
         self.where = "simulated"
+        self.layout = LAYOUT
         self._data = store
+
+    @property
+    def waits(self) -> bool:
+        return True
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -186,27 +227,44 @@ class StoreClient(Store):
             await asyncio.sleep(data.rng.choice((0.001, 2.0)))
             raise StoreUnavailable("the store at simulated does not answer")
 
+    def _early(self) -> bool:
+        """Whether a call is done at once, and its answer on its way."""
+        data = self._data
+        return data.down_until <= data.loop.time() and data.rng.random() < 0.5
+
     async def call(self, name: str, worker_id: str | None, *args: str | bytes | int) -> list[Any]:
         data, given = self._data, [*([worker_id] if worker_id is not None else []), *args]
-        if data.down_until <= data.loop.time() and data.rng.random() < 0.5:
-            found = data.call(name, given)  # it is done, and the answer is on its way
+        if self._early():
+            found = data.call(name, given)
             await asyncio.sleep(data.rng.uniform(0.0004, 0.004))
             return found
         await self._reach()
         return data.call(name, given)
 
+    async def many(self, calls: Sequence[PageCall]) -> list[Any]:
+        data = self._data
+        if not calls:
+            return []
+        if self._early():
+            found = [data.page_call(call) for call in calls]
+            await asyncio.sleep(data.rng.uniform(0.0004, 0.004))
+            lost = data.rng.random() < 0.02  # done, but nobody will know
+            return [StoreUnavailable("no answer")] * len(calls) if lost else found
+        try:
+            await self._reach()
+        except StoreUnavailable as error:
+            return [error] * len(calls)
+        return [data.page_call(call) for call in calls]
+
     async def execute(self, *command: str | bytes | int) -> Any:
         await self._reach()
-        data = self._data
-        if command[0] == "HMGET":
-            return data.member(str(command[1]).rsplit(":", 1)[-1])
-        assert command[0] == "SMEMBERS"
-        return data.pages(str(command[1]).rsplit(":", 1)[-1])
+        assert command[0] == "HMGET"
+        return self._data.member(str(command[1]).rsplit(":", 1)[-1])
 
-    async def events(self, after: int, block_ms: int) -> list[tuple[int, dict[bytes, bytes]]]:
+    async def read(self, cursors: Mapping[str, str], block_ms: int) -> dict[str, Entries]:
         await self._reach()
-        found = self._data.events(after)
+        found = self._data.read(cursors, self.keys)
         if not found and block_ms:
             await asyncio.sleep(block_ms / 1e3)
-            found = self._data.events(after)
+            found = self._data.read(cursors, self.keys)
         return found

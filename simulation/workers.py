@@ -113,8 +113,8 @@ def _kv(store: GuardedStore, leases: list[WorkerLease]) -> KvManager:
     store.books = KvManager(
         store.num_pages,
         PAGE_SIZE,
-        on_publish=lambda hashes: leases[0].publish(hashes),
-        on_evict=lambda hashes: leases[0].evict(hashes),
+        on_publish=lambda pages: leases[0].publish(pages),
+        on_evict=lambda pages: leases[0].evict(pages),
     )
     return store.books
 
@@ -363,7 +363,7 @@ def _host(
         "redis://simulated",
         "sim",
         record,
-        snapshot=kv.owned_hashes,
+        snapshot=kv.owned_pages,
         ttl_s=around.mesh.lease_ttl_s,
         store=StoreClient(around.store),
     )

@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 
 import meshes
 
-from pdmesh.registry.store import Member, read_members
+from pdmesh.registry.roster import Member
+from pdmesh.registry.store import read_members
 from pdmesh.wire.errors import PdmeshError
 from pdmesh.wire.handoff import DrainRequest
 from pdmesh.wire.messages import Empty, WorkerRecord, WorkerStatus

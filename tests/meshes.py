@@ -22,8 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from redis.exceptions import RedisError
 
 from pdmesh.registry.client import RegistryView
+from pdmesh.registry.keys import Keys
+from pdmesh.registry.layout import unpack_row
 from pdmesh.registry.metrics import LABELS
-from pdmesh.registry.store import Keys
 from pdmesh.wire import chat_pb2, chat_pb2_grpc
 from pdmesh.wire.errors import PdmeshError
 from pdmesh.wire.messages import Empty, WorkerStatus
@@ -108,15 +109,24 @@ class Mesh:
         The event log is history and may name them.
         """
         keys = Keys(self.info["name"])
-        meta, leases, roster, events = (key.encode() for key in keys.shared)
+        meta, leases, roster, events, gone, free = (key.encode() for key in keys.shared)
         alive = {s.worker_id.encode(): s.instance.encode() for s in statuses}
-        owned = {key(s.worker_id).encode() for s in statuses for key in (keys.worker, keys.pages)}
+        owned = {keys.worker(s.worker_id).encode() for s in statuses}
+        shared = {meta, leases, roster, gone, free}
         dead = [instance.encode() for instance in self.instances - {s.instance for s in statuses}]
         found = []
         with redis.Redis.from_url(self.info["redis_url"]) as store:
+            slots = {entry.rpartition(b":")[2] for entry in store.hvals(roster)}
             for key in set(store.scan_iter()) - {events}:
                 held = contents(store, key)
-                if key not in owned | {meta, leases, roster}:
+                if key.endswith(b"}:dg"):
+                    rows = dict(zip(held[::2], held[1::2], strict=True))
+                    found += [
+                        f"slot {slot!r} of no worker has pages in {key!r}"
+                        for slot, row in rows.items()
+                        if unpack_row(row).pages and slot not in slots
+                    ]
+                elif b":ctl}:" in key and key not in owned | shared:
                     found.append(f"{key!r} belongs to no worker")
                 if key in (leases, roster) and not set(held[::2]) <= alive.keys():
                     found.append(f"{key!r} names {set(held[::2]) - alive.keys()}")

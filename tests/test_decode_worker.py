@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 from worker_rig import PAGE, VOCAB, Options, Rig, prompt_of, reference, rig, until
 
+from pdmesh.kvtransfer.protocol.receiver import Phase
 from pdmesh.wire.errors import (
     Cancelled,
     InternalError,
@@ -468,7 +469,8 @@ async def test_a_prefill_worker_that_dies_is_a_failed_transfer_at_the_stream(tra
         await mesh.prefill.gate.step_begins()
         fake = type("First", (), {"token_ids": (1,)})()
         reading = asyncio.ensure_future(mesh.read(prompt, lease, fake))
-        await asyncio.sleep(0)
+        receiver = mesh.decode.receiver
+        await until(lambda: receiver.phase(lease.lease_id) is not Phase.RESERVED)
         mesh.prefill.worker._sender.close()  # what the other side sees of a killed process
         with pytest.raises(TransferFailed, match="lost"):
             await reading

@@ -19,7 +19,11 @@ class Cache:
     def __init__(self, pages: int, eviction: str = "returns") -> None:
         self.owned: set[bytes] = set()
         self.manager = KvManager(
-            pages, 64, self.owned.update, self.owned.difference_update, eviction
+            pages,
+            64,
+            lambda found: self.owned.update(page.page_hash for page in found),
+            lambda found: self.owned.difference_update(page.page_hash for page in found),
+            eviction,
         )
 
     def use(self, *path: int) -> int:

@@ -21,8 +21,8 @@ class Log:
         self.manager = KvManager(
             num_pages,
             64,
-            lambda hashes: self.events.extend(("publish", h) for h in hashes),
-            lambda hashes: self.events.extend(("evict", h) for h in hashes),
+            lambda pages: self.events.extend(("publish", p.page_hash) for p in pages),
+            lambda pages: self.events.extend(("evict", p.page_hash) for p in pages),
         )
 
     def owned(self) -> set[bytes]:

@@ -17,7 +17,8 @@ import pytest
 import redis
 from mesh_faults import DECODE, alive, busy, ready_again, restarted
 
-from pdmesh.registry.store import Keys
+from pdmesh.registry.keys import Keys
+from pdmesh.registry.layout import Row, pack_row
 from pdmesh.wire import chat_pb2
 
 PAGE = 64
@@ -290,7 +291,7 @@ async def test_a_mesh_is_not_called_at_rest_when_it_is_not(mesh, monkeypatch, fa
         if fault == "a missing worker":
             monkeypatch.setattr(mesh, "workers", 4)
         elif fault == "a dead worker's pages":
-            store.sadd(keys.pages("decode-9"), b"x" * 16)
+            store.hset(keys.partition(0)[0], 9, pack_row(Row(1, 1, 1, 1, 1)))
         else:
             gone = "0123456789abcdef"
             monkeypatch.setattr(mesh, "instances", {*mesh.instances, gone})
@@ -298,7 +299,7 @@ async def test_a_mesh_is_not_called_at_rest_when_it_is_not(mesh, monkeypatch, fa
         try:
             assert len(await mesh.problems(patience=0)) == 1
         finally:
-            store.delete(keys.pages("decode-9"))
+            store.hdel(keys.partition(0)[0], 9)
             store.hdel(keys.shared[0], "left")
 
 

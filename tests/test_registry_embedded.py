@@ -14,8 +14,9 @@ import pytest
 from pdmesh.registry import embedded
 from pdmesh.registry.embedded import EmbeddedStore
 from pdmesh.registry.guard import guarded
+from pdmesh.registry.layout import pack_group
 from pdmesh.registry.publisher import WorkerLease
-from pdmesh.registry.store import Store, StoreUnavailable
+from pdmesh.registry.store import PageCall, Store, StoreUnavailable
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.messages import WorkerRecord
@@ -84,9 +85,11 @@ async def test_the_password_is_in_no_process_list(small):
 
 
 async def fill(store: Store, epoch: int) -> None:
-    for start in range(0, 1_000_000, 1_000):
-        pages = [n.to_bytes(16, "big") for n in range(start, start + 1_000)]
-        await store.call("publish", "decode-0", epoch, *pages)
+    assert await store.one(PageCall("fence", 0, (), (0, epoch))) == [b"OK"]
+    for seq in range(1, 100_000):
+        marks = [n.to_bytes(7, "big") for n in range(500 * seq, 500 * seq + 500)]
+        call = PageCall("publish", 0, (seq,), (0, epoch, seq, pack_group(seq, marks)))
+        assert await store.one(call) == [b"OK"]
 
 
 async def test_a_full_store_refuses_pages_and_keeps_leases(small):
@@ -105,7 +108,7 @@ async def test_a_full_store_refuses_pages_and_keeps_leases(small):
     await lease.start()
     store = Store(small.url, "m")
     with pytest.raises(StoreUnavailable, match="maxmemory"):
-        await fill(store, lease.epoch)
+        await fill(store, lease.epoch + 1)
     assert await store.call("renew", "decode-0", lease.epoch, 60_000) == [b"OK"]
     await lease.ready()
     assert (await store.member("decode-0")).state == "ready"

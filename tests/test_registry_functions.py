@@ -1,4 +1,4 @@
-"""The functions in the store against a plain model, on a real server."""
+"""The control functions in the store against a plain model, on a real server."""
 
 import asyncio
 import random
@@ -8,8 +8,13 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.registry.embedded import EmbeddedStore
-from pdmesh.registry.membership import EventsMissing, Membership
-from pdmesh.registry.store import Keys, Roster, Store
+from pdmesh.registry.feed import EventsMissing
+from pdmesh.registry.keeping import bury
+from pdmesh.registry.keys import Keys
+from pdmesh.registry.layout import Layout
+from pdmesh.registry.membership import Membership
+from pdmesh.registry.roster import Roster
+from pdmesh.registry.store import Store
 from pdmesh.wire.codec import encode
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.messages import WorkerRecord
@@ -33,10 +38,6 @@ def record(worker_id: str, instance: str) -> WorkerRecord:
     )
 
 
-def page(number: int) -> bytes:
-    return number.to_bytes(16, "big")
-
-
 @pytest.fixture(scope="module")
 def server():
     store = EmbeddedStore()
@@ -52,7 +53,9 @@ async def store(server):
     await client.close()
 
 
-async def register(store, worker_id, instance="i", ttl_ms=TTL_MS, takeover=1, state="ready"):
+async def register(
+    store, worker_id, instance="i", ttl_ms=TTL_MS, takeover=1, state="ready", floor=0
+):
     answer = await store.call(
         "register",
         worker_id,
@@ -62,19 +65,21 @@ async def register(store, worker_id, instance="i", ttl_ms=TTL_MS, takeover=1, st
         state,
         takeover,
         secrets.token_hex(8),
+        "4x9",
+        floor,
     )
     return answer[0], answer[1]
 
 
 async def keys_of(store: Store) -> set[str]:
-    return {key.decode() for key in await store.execute("KEYS", f"pdmesh:{{{store.keys.mesh}}}:*")}
+    return {key.decode() for key in await store.execute("KEYS", f"pdmesh:{{{store.keys.mesh}:*")}
 
 
 class Model:
-    """What the store should hold: worker -> (epoch, instance, state, pages)."""
+    """What the store should hold: worker -> (epoch, instance, state)."""
 
     def __init__(self) -> None:
-        self.workers: dict[str, tuple[int, str, str, set[bytes]]] = {}
+        self.workers: dict[str, tuple[int, str, str]] = {}
         self.last_epoch = 0
 
     def current(self, worker_id: str) -> int:
@@ -84,7 +89,7 @@ class Model:
 async def random_step(rng: random.Random, store: Store, model: Model, epochs: list[int]) -> None:
     """One random call; checks its answer and applies it to the model."""
     name = rng.choice(NAMES)
-    op = rng.choice(("register", "renew", "set_state", "publish", "evict", "deregister", "publish"))
+    op = rng.choice(("register", "renew", "set_state", "deregister"))
     if op == "register":
         instance, takeover = rng.choice("ab"), rng.randint(0, 1)
         state = rng.choice(("joining", "ready"))
@@ -95,12 +100,11 @@ async def random_step(rng: random.Random, store: Store, model: Model, epochs: li
             assert int(value) > model.last_epoch
             model.last_epoch = int(value)
             epochs.append(int(value))
-            model.workers[name] = (int(value), instance, state, set())
+            model.workers[name] = (int(value), instance, state)
         return
     epoch = model.current(name) if rng.random() < 0.7 else rng.choice([0, *epochs])
-    pages = [page(rng.randrange(40)) for _ in range(rng.randint(1, 6))]
     state = rng.choice(("ready", "draining"))
-    args = {"renew": (TTL_MS,), "set_state": (TTL_MS, state), "deregister": ()}.get(op, pages)
+    args = {"renew": (TTL_MS,), "set_state": (TTL_MS, state), "deregister": ()}[op]
     answer = await store.call(op, name, epoch, *args)
     if epoch == 0 or epoch != model.current(name):
         assert answer == [b"FENCED", str(model.current(name)).encode()]
@@ -108,42 +112,39 @@ async def random_step(rng: random.Random, store: Store, model: Model, epochs: li
     assert answer == [b"OK"]
     held = model.workers[name]
     if op == "set_state":
-        model.workers[name] = (held[0], held[1], state, held[3])
-    elif op == "publish":
-        held[3].update(pages)
-    elif op == "evict":
-        held[3].difference_update(pages)
+        model.workers[name] = (held[0], held[1], state)
     elif op == "deregister":
         del model.workers[name]
 
 
 async def check_store(store: Store, model: Model) -> Roster:
     roster = await store.roster()
-    assert roster.members == {n: (w[0], w[2]) for n, w in model.workers.items()}
+    assert {n: m[:2] for n, m in roster.members.items()} == {
+        n: (w[0], w[2]) for n, w in model.workers.items()
+    }
+    slots = [listed.slot for listed in roster.members.values()]
+    assert len(set(slots)) == len(slots)
+    assert not set(slots) & roster.dead.keys()
     for name in NAMES:
-        assert await store.pages(name) == (
-            model.workers[name][3] if name in model.workers else set()
-        )
         member = await store.member(name)
         assert (member is not None) == (name in model.workers)
         if member is not None:
             assert (member.epoch, member.state) == model.workers[name][::2][:2]
             assert member.record.instance == model.workers[name][1]
+            assert member.slot == roster.members[name].slot
     return roster
 
 
 async def feed(store: Store, view: Membership) -> None:
-    while events := await store.events(view.seq, 0):
-        for seq, fields in events:
-            view.apply(seq, fields)
+    key = store.keys.events
+    while events := (await store.read({key: f"{view.seq}-0"}, 0)).get(key):
+        for entry_id, fields in events:
+            view.apply(int(entry_id.partition("-")[0]), fields)
 
 
 def check_view(view: Membership, model: Model) -> None:
     ready = sorted(n for n, w in model.workers.items() if w[2] == "ready")
     assert [w.worker_id for w in view.workers()] == ready
-    for name, (_, _, _, pages) in model.workers.items():
-        for number in range(40):
-            assert view.owned_prefix(name, [page(number)]) == (page(number) in pages)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -163,26 +164,53 @@ async def test_random_calls_leave_the_store_and_the_events_as_a_plain_model_says
 async def test_a_stale_epoch_changes_nothing(store):
     _, old = await register(store, "decode-0", "a")
     _, new = await register(store, "decode-0", "b")
-    await store.call("publish", "decode-0", new, page(1))
     before = await store.roster()
-    calls = {
-        "renew": (TTL_MS,),
-        "set_state": (TTL_MS, "draining"),
-        "publish": (page(2),),
-        "evict": (page(1),),
-        "deregister": (),
-    }
+    calls = {"renew": (TTL_MS,), "set_state": (TTL_MS, "draining"), "deregister": ()}
     for name, args in calls.items():
         assert await store.call(name, "decode-0", old, *args) == [b"FENCED", new]
     assert await store.roster() == before
-    assert await store.pages("decode-0") == {page(1)}
 
 
-async def test_registering_again_forgets_the_pages_of_the_epoch_before(store):
+async def test_an_epoch_is_above_the_floor_that_a_worker_has_seen(store):
+    floor = 8 * 10**15
+    _, epoch = await register(store, "decode-0", floor=floor)
+    assert int(epoch) == floor + 1
+
+
+async def test_a_worker_keeps_its_slot_until_it_leaves_and_a_left_slot_is_used_again(store):
+    for name in NAMES:
+        await register(store, name)
+    slots = {name: listed.slot for name, listed in (await store.roster()).members.items()}
+    assert sorted(slots.values()) == [0, 1, 2]
     _, epoch = await register(store, "decode-0")
-    await store.call("publish", "decode-0", epoch, page(1))
+    await store.call("deregister", "decode-0", epoch)
+    roster = await store.roster()
+    assert roster.dead == {slots["decode-0"]: int(epoch)}
+    await register(store, "decode-9")
+    roster = await store.roster()
+    assert roster.members["decode-9"].slot == slots["decode-0"]
+    assert roster.dead == {}
+
+
+async def test_a_worker_that_left_is_fenced_once_and_then_forgotten(store):
+    _, epoch = await register(store, "decode-0")
+    await store.call("deregister", "decode-0", epoch)
+    roster = await store.roster()
+    for _ in range(2):
+        await bury(store, roster.layout, roster.dead)
+        assert (await store.roster()).dead == {}
+
+
+async def test_one_router_in_each_period_is_asked_to_sweep(store):
+    answers = [(await store.call("may_sweep", None, 60_000))[0] for _ in range(3)]
+    assert answers == [1, 0, 0]
+    assert (await store.call("may_sweep", None, 0))[0] == 1
+
+
+async def test_all_processes_follow_the_partitions_of_the_first(server, store):
     await register(store, "decode-0")
-    assert await store.pages("decode-0") == set()
+    assert store.layout.partitions != 4
+    assert (await store.roster()).layout == Layout(4, 9)
 
 
 async def test_epochs_rise_also_across_a_loss_of_all_data(store):
@@ -203,43 +231,14 @@ async def until(condition, what: str, tries: int = 500):
 
 async def test_a_dead_workers_keys_are_gone_after_its_lease(store):
     _, epoch = await register(store, "decode-0", ttl_ms=150)
-    assert await store.call("publish", "decode-0", epoch, page(1), page(2)) == [b"OK"]
 
     async def gone() -> bool:
-        own = {store.keys.worker("decode-0"), store.keys.pages("decode-0")}
-        return not own & await keys_of(store)
+        return store.keys.worker("decode-0") not in await keys_of(store)
 
     assert not await gone()
     await until(gone, "a key of the dead worker remains")
     assert (await store.roster()).members == {}
     assert await store.call("renew", "decode-0", epoch, TTL_MS) == [b"FENCED", b"0"]
-
-
-async def test_the_shared_keys_of_a_dead_mesh_name_no_worker(store):
-    await register(store, "decode-0", ttl_ms=100)
-
-    async def gone() -> bool:
-        left = await keys_of(store)
-        return not any("lease" in key or "roster" in key for key in left)
-
-    await until(gone, "the roster outlives its last worker")
-
-
-async def test_publishing_late_in_a_lease_does_not_outlive_it(store):
-    _, epoch = await register(store, "decode-0", ttl_ms=5_000)
-    await store.call("publish", "decode-0", epoch, page(1))
-    worker = await store.execute("PTTL", store.keys.worker("decode-0"))
-    pages = await store.execute("PTTL", store.keys.pages("decode-0"))
-    assert 0 < pages <= worker + 1
-
-
-async def test_many_pages_in_one_call_are_all_kept(store):
-    _, epoch = await register(store, "decode-0")
-    pages = [page(number) for number in range(3_000)]
-    assert await store.call("publish", "decode-0", epoch, *pages) == [b"OK"]
-    assert await store.pages("decode-0") == set(pages)
-    assert await store.call("evict", "decode-0", epoch, *pages[10:]) == [b"OK"]
-    assert await store.pages("decode-0") == set(pages[:10])
 
 
 async def test_two_meshes_in_one_store_do_not_see_each_other(server, store):
@@ -249,10 +248,12 @@ async def test_two_meshes_in_one_store_do_not_see_each_other(server, store):
     await other.close()
 
 
-async def test_all_keys_of_a_mesh_share_one_hash_tag():
+async def test_all_keys_that_one_call_needs_share_a_hash_tag():
     keys = Keys("m")
-    named = [*keys.shared, keys.worker("decode-0"), keys.pages("decode-0")]
-    assert all(key.startswith("pdmesh:{m}:") for key in named)
+    named = [*keys.shared, keys.worker("decode-0")]
+    assert all(key.startswith("pdmesh:{m:ctl}:") for key in named)
+    named = [*keys.partition(31), keys.page_events(31), keys.bucket(31, 4711)]
+    assert all(key.startswith("pdmesh:{m:1f}:") for key in named)
 
 
 async def test_the_functions_come_back_after_the_store_forgot_them(store):
@@ -266,7 +267,8 @@ async def test_a_view_that_missed_trimmed_events_asks_for_a_snapshot(store):
     view = Membership(grace_s=0.0, lost_s=0.0)
     view.replace(await store.roster(), [])
     for number in range(3):
-        await store.call("publish", "decode-0", epoch, page(number))
+        state = ("draining", "ready")[number % 2]
+        assert await store.call("set_state", "decode-0", epoch, TTL_MS, state) == [b"OK"]
     await store.execute("XTRIM", store.keys.events, "MAXLEN", 1)
     with pytest.raises(EventsMissing):
         await feed(store, view)

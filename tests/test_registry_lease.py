@@ -4,15 +4,17 @@ import asyncio
 import os
 import secrets
 import signal
+from hashlib import blake2b
 
 import pytest
 
 from pdmesh.registry.client import RegistryView
 from pdmesh.registry.embedded import EmbeddedStore
+from pdmesh.registry.feed import read_position
 from pdmesh.registry.publisher import WorkerLease
-from pdmesh.registry.store import Store, StoreUnavailable, read_members
+from pdmesh.registry.store import PageCall, Store, StoreUnavailable, read_members
 from pdmesh.wire.errors import ConfigError
-from pdmesh.wire.hashes import PageFormat
+from pdmesh.wire.hashes import SEGMENT_PAGES, OwnedPage, PageFormat, placed
 from pdmesh.wire.messages import PROTOCOL_VERSION, WorkerRecord
 
 FORMAT = PageFormat("tiny", "w", "float32", 64, 7, 1, 576)
@@ -37,23 +39,27 @@ def record(
 
 
 def pages(*numbers: int) -> list[bytes]:
-    return [number.to_bytes(16, "big") for number in numbers]
+    return [blake2b(str(number).encode(), digest_size=16).digest() for number in numbers]
 
 
 class Pool:
-    """What a worker owns, and its lease told of each change."""
+    """What a worker owns, and its lease told of each change. Page n follows page n - 1."""
 
     def __init__(self) -> None:
-        self.owned: list[bytes] = []
+        self.owned: dict[int, OwnedPage] = {}
+        self.places: dict[int, tuple[int, int]] = {}
         self.lease: WorkerLease | None = None
 
     def publish(self, *numbers: int) -> None:
-        self.owned += pages(*numbers)
-        self.lease.publish(pages(*numbers))
+        for n in numbers:
+            depth, anchor = self.places.get(n - 1, (-1, n))
+            depth += 1
+            self.places[n] = depth, anchor if depth % SEGMENT_PAGES else n
+            self.owned[n] = OwnedPage(*pages(n, self.places[n][1]))
+        self.lease.publish([self.owned[n] for n in numbers])
 
     def evict(self, *numbers: int) -> None:
-        self.owned = [page for page in self.owned if page not in pages(*numbers)]
-        self.lease.evict(pages(*numbers))
+        self.lease.evict([self.owned.pop(n) for n in numbers])
 
 
 async def until(condition, what: str) -> None:
@@ -86,7 +92,7 @@ class World:
 
     async def ready_pool(self, **options) -> Pool:
         pool = Pool()
-        pool.lease = await self.ready_worker(snapshot=lambda: list(pool.owned), **options)
+        pool.lease = await self.ready_worker(snapshot=lambda: list(pool.owned.values()), **options)
         return pool
 
     async def view(self, **options) -> RegistryView:
@@ -102,7 +108,7 @@ class World:
 
     async def keys(self) -> set[str]:
         store = Store(self.server.url, self.mesh)
-        found = await store.execute("KEYS", f"*{{{self.mesh}}}*")
+        found = await store.execute("KEYS", f"*{{{self.mesh}:*")
         await store.close()
         return {key.decode() for key in found}
 
@@ -116,6 +122,14 @@ async def world():
     for thing in reversed(world.opened):
         await thing.close()
     server.stop()
+
+
+async def records(store: Store) -> int:
+    """How many live records the store counts."""
+    layout = (await store.roster()).layout
+    calls = [PageCall("position", number) for number in range(layout.partitions)]
+    found = [read_position(answer) for answer in await store.many(calls)]
+    return sum(row.pages for position in found for row in position.rows.values())
 
 
 def names(view: RegistryView) -> list[str]:
@@ -163,7 +177,7 @@ async def test_the_owned_prefix_follows_publish_and_evict(world):
 async def test_a_view_that_starts_late_reads_what_was_published_before(world):
     pool = await world.ready_pool()
     pool.publish(*range(1_500))
-    await until(lambda: not pool.lease._pending._owned, "sent")
+    await until(lambda: pool.lease.settled, "sent")
     view = await world.view()
     await until(lambda: view.owned_prefix("decode-0", pages(*range(1_500))) == 1_500, "all")
 
@@ -179,7 +193,7 @@ async def test_a_dead_worker_disappears_after_its_lease(world):
     lease = await world.ready_worker(ttl_s=0.3)
     view = await world.view()
     assert names(view) == ["decode-0"]
-    lease._task.cancel()  # the process stops to renew, as a killed one does
+    await lease.stop()  # the process stops to renew, as a killed one does
     await until(lambda: names(view) == [], "the view drops it")
     assert not [key for key in await world.keys() if "decode-0" in key]
 
@@ -210,11 +224,11 @@ async def test_a_fenced_worker_registers_again_and_publishes_everything_it_owns(
     await until(lambda: view.owned_prefix("decode-0", pages(1, 2)) == 2, "published")
     before = pool.lease.epoch
     store = Store(world.server.url, world.mesh)
-    await store.execute("DEL", store.keys.worker("decode-0"), store.keys.pages("decode-0"))
+    await store.execute("DEL", store.keys.worker("decode-0"))
     await until(lambda: pool.lease.epoch > before, "a new epoch")
-    await until(lambda: not pool.lease._pending._owned, "sent")
+    await until(lambda: pool.lease.settled, "sent")
     await until(lambda: view.owned_prefix("decode-0", pages(1, 2)) == 2, "published again")
-    assert await store.pages("decode-0") == set(pages(1, 2))
+    assert await records(store) == 2
     assert names(view) == ["decode-0"]
     await store.close()
 
@@ -288,7 +302,7 @@ async def test_a_worker_that_died_with_the_store_is_dropped_after_the_grace(worl
     now = [0.0]
     lease = await world.ready_worker()
     view = await world.view(grace_s=10.0, clock=lambda: now[0])
-    lease._task.cancel()
+    await lease.stop()
     await world.wipe()
     await until(lambda: view._state._entries["decode-0"].keep_until == 10.0, "grace begins")
     assert names(view) == ["decode-0"]
@@ -372,7 +386,7 @@ async def test_a_state_told_while_the_store_was_away_arrives_later(world):
     await lease.ready()
     assert not lease.connected
     lease._store.call = call
-    lease.publish(pages(1))  # wakes the background task
+    lease.publish(placed(pages(1)))  # wakes the background task
     view = await world.view()
     await until(lambda: names(view) == ["decode-0"], "it became ready")
 

@@ -2,15 +2,17 @@
 
 import pytest
 
-from pdmesh.registry.membership import EventsMissing, Membership
-from pdmesh.registry.store import Member, Roster
+from pdmesh.registry.feed import EventsMissing
+from pdmesh.registry.membership import Membership
+from pdmesh.registry.roster import Listed, Member, Roster
+from pdmesh.wire.codec import encode
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.messages import WorkerRecord
 
 FORMAT = PageFormat("tiny", "w", "float32", 64, 7, 1, 576)
 
 
-def member(worker_id: str, epoch: int, instance: str = "a") -> Member:
+def member(worker_id: str, epoch: int, instance: str = "a", slot: int = 0) -> Member:
     record = WorkerRecord(
         worker_id=worker_id,
         instance=instance,
@@ -22,20 +24,22 @@ def member(worker_id: str, epoch: int, instance: str = "a") -> Member:
         max_context=64,
         capacity_pages=8,
     )
-    return Member(record, epoch, "ready")
+    return Member(record, epoch, "ready", slot)
 
 
 def roster(*members: Member, inc: bytes = b"x", seq: int = 1, epoch: int = 10) -> Roster:
-    return Roster(inc, seq, epoch, {m.record.worker_id: (m.epoch, m.state) for m in members})
+    listed = {m.record.worker_id: Listed(m.epoch, m.state, m.slot) for m in members}
+    return Roster(inc, seq, epoch, listed)
 
 
-def publish(worker_id: str, epoch: int, *pages: bytes, op: bytes = b"publish"):
+def said(op: bytes, epoch: int, state: bytes = b"ready", worker_id: bytes = b"decode-0"):
     return {
         b"op": op,
-        b"worker": worker_id.encode(),
+        b"worker": worker_id,
         b"epoch": str(epoch).encode(),
-        b"count": str(len(pages)).encode(),
-        b"hashes": b"".join(pages),
+        b"state": state,
+        b"slot": b"4",
+        b"record": encode(member(worker_id.decode(), epoch).record),
     }
 
 
@@ -47,7 +51,7 @@ def names(view: Membership) -> list[str]:
 def view():
     state = Membership(grace_s=10.0, lost_s=15.0)
     one = member("decode-0", 5)
-    state.replace(roster(one), [(one, {b"p" * 16})])
+    state.replace(roster(one), [one])
     return state
 
 
@@ -69,28 +73,39 @@ def test_after_an_outage_a_worker_has_time_to_register_again(view, epoch):
 def test_a_worker_that_registered_again_is_no_longer_on_probation(view):
     view.outage_over(now=100.0)
     again = member("decode-0", 20)
-    view.replace(roster(again, inc=b"y", epoch=20), [(again, set())])
+    view.replace(roster(again, inc=b"y", epoch=20), [again])
     view.check(roster(again, inc=b"y", epoch=20), now=999.0)
     assert names(view) == ["decode-0"]
-    assert view.owned_prefix("decode-0", [b"p" * 16]) == 0
 
 
 def test_events_apply_once_and_in_order(view):
-    page = b"q" * 16
-    view.apply(2, publish("decode-0", 5, page))
-    view.apply(3, publish("decode-0", 5, page, op=b"evict"))
-    view.apply(2, publish("decode-0", 5, page))
-    assert view.owned_prefix("decode-0", [page]) == 0
+    view.apply(2, said(b"state", 5, b"draining"))
+    view.apply(3, said(b"state", 5, b"ready"))
+    view.apply(2, said(b"state", 5, b"draining"))
+    assert names(view) == ["decode-0"]
     with pytest.raises(EventsMissing):
-        view.apply(5, publish("decode-0", 5, page))
+        view.apply(5, said(b"state", 5))
 
 
 def test_events_of_another_epoch_are_dropped(view):
-    page = b"q" * 16
-    view.apply(2, publish("decode-0", 4, page))
-    view.apply(3, {b"op": b"leave", b"worker": b"decode-0", b"epoch": b"4"})
-    assert view.owned_prefix("decode-0", [page]) == 0
+    view.apply(2, said(b"state", 4, b"draining"))
+    view.apply(3, said(b"leave", 4))
     assert names(view) == ["decode-0"]
+
+
+def test_the_records_that_count_are_those_of_the_slot_and_epoch_of_a_registered_worker(view):
+    assert view.owners() == {0: ("decode-0", 5)}
+    view.apply(2, said(b"join", 9))
+    assert view.owners() == {4: ("decode-0", 9)}
+    view.apply(3, said(b"leave", 9))
+    assert view.owners() == {}
+
+
+def test_a_slot_that_changed_hands_belongs_to_the_later_epoch(view):
+    later = member("decode-1", 8, instance="b")
+    view.outage_over(now=0.0)
+    view.replace(roster(later), [later])
+    assert view.owners() == {0: ("decode-1", 8)}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +125,7 @@ def test_a_roster_that_the_events_do_not_explain_asks_for_a_snapshot(view, other
 
 def test_a_worker_that_joined_after_the_roster_was_read_stays(view):
     late = member("decode-1", 11)
-    view.replace(roster(member("decode-0", 5)), [(member("decode-0", 5), set()), (late, set())])
+    view.replace(roster(member("decode-0", 5)), [member("decode-0", 5), late])
     view.check(roster(member("decode-0", 5), epoch=10), now=0.0)
     assert names(view) == ["decode-0", "decode-1"]
 
@@ -119,15 +134,14 @@ def test_a_lost_instance_is_forgotten_with_its_record(view):
     view.mark_lost("a", now=0.0)
     assert names(view) == []
     new = member("decode-0", 6, instance="b")
-    view.replace(roster(new), [(new, set())])
+    view.replace(roster(new), [new])
     assert names(view) == ["decode-0"]
     assert view._lost == {}
 
 
 def test_a_worker_that_drains_is_not_routed_to_but_known(view):
-    said = {b"op": b"state", b"worker": b"decode-0", b"epoch": b"5", b"state": b"draining"}
     assert view.draining() == []
-    view.apply(2, said)
+    view.apply(2, said(b"state", 5, b"draining"))
     assert names(view) == []
     assert [record.worker_id for record in view.draining()] == ["decode-0"]
     view.mark_lost("a", now=0.0)

@@ -196,8 +196,8 @@ class Side:
         )
         self.store.tensor.fill_(float("nan"))
 
-    def _check_published(self, hashes):
-        for page_hash in hashes:
+    def _check_published(self, pages):
+        for page_hash, _ in pages:
             page = self.kv._cache.page_of(page_hash)
             missing = self.store.tensor[page].isnan().any(-1)
             if self._mtp:

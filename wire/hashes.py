@@ -11,13 +11,26 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 PageHash = bytes
 Arithmetic = Literal["fast", "exact"]
 _HASH_BYTES = 16
+SEGMENT_PAGES = 16
+"""Pages of a chain that are kept together in the registry: see ``OwnedPage``."""
+
+
+class OwnedPage(NamedTuple):
+    """A page with what says where it is registered.
+
+    A chain is cut into segments of ``SEGMENT_PAGES`` pages. The hash of a segment's first page, its
+    *anchor*, picks the partition of the registry that holds all of the segment.
+    """
+
+    page_hash: PageHash
+    anchor: PageHash
 
 
 class PageFormat(msgspec.Struct, frozen=True):
@@ -88,3 +101,8 @@ def page_hashes(
         parent = child_hash(key, parent, tokens[start : start + page_size])
         hashes.append(parent)
     return hashes
+
+
+def placed(hashes: Sequence[PageHash]) -> list[OwnedPage]:
+    """The pages of a chain, from its first page on, with their anchors."""
+    return [OwnedPage(h, hashes[i - i % SEGMENT_PAGES]) for i, h in enumerate(hashes)]

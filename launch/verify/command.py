@@ -12,7 +12,7 @@ from pathlib import Path
 from pdmesh.launch.runtime import MeshInfo, RunDir, find_mesh, run_root
 from pdmesh.launch.verify.mesh import Place
 from pdmesh.launch.verify.run import VerifyOptions, show_progress, verify, write_reports
-from pdmesh.registry.store import redacted
+from pdmesh.registry.address import redacted
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.secret import read_secret
 

@@ -1,0 +1,114 @@
+"""What a Redis URL says: the client it makes, and this project's own options in it.
+
+The URL is redis-py's (``redis://user:password@host:port/db``, ``rediss://`` with ``ssl_*`` options,
+``unix://``, timeouts as options), and ``cluster=true`` for a Redis Cluster, ``partitions=N`` for
+the number of partitions and ``pages=N`` for how many pages a new mesh is laid out.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+import redis.asyncio
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.connection import ConnectionPool, SSLConnection, parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from pdmesh.registry.layout import PAGES, Layout, bits_for
+from pdmesh.wire.errors import ConfigError
+
+CONNECT_TIMEOUT_S = 2.0
+ANSWER_TIMEOUT_S = 3.0
+PARTITIONS = 16
+CLUSTER_PARTITIONS = 256
+_OWN = ("cluster", "partitions", "pages")
+_YES, _NO = ("true", "yes", "1"), ("false", "no", "0")
+
+
+def redacted(url: str) -> str:
+    """``url`` without its password, for messages and logs."""
+    return re.sub(r"(://[^:@/]*):[^@/]*@", r"\1:***@", url)
+
+
+@dataclass(frozen=True)
+class Address:
+    """A URL, understood.
+
+    ``options`` are those of a redis-py connection.
+    """
+
+    where: str
+    cluster: bool
+    layout: Layout
+    options: dict[str, Any]
+
+    def client(self) -> Any:
+        """A client; connects when it is first used.
+
+        A call is tried once: who calls knows better when to try again. Only the client of a cluster
+        looks again where a key lies, a few times.
+        """
+        options = dict(self.options)
+        if not self.cluster:
+            retry = Retry(NoBackoff(), 0)
+            pool = ConnectionPool(**options, retry=retry)
+            return redis.asyncio.Redis(connection_pool=pool)
+        if options.pop("connection_class", None) is SSLConnection:
+            options["ssl"] = True
+        return RedisCluster(
+            **options, retry=Retry(NoBackoff(), 3), require_full_coverage=False, max_connections=256
+        )
+
+
+def parse_address(url: str) -> Address:
+    """Reads a Redis URL; connects to nothing.
+
+    Raises:
+        ConfigError: it is not understood.
+    """
+    try:
+        plain, own = _own_options(url)
+        options: dict[str, Any] = dict(parse_url(plain))
+        cluster = _flag(own.get("cluster", "false"))
+        count = int(own.get("partitions", CLUSTER_PARTITIONS if cluster else PARTITIONS))
+        layout = Layout(count, bits_for(int(own.get("pages", PAGES))))
+        if urlsplit(url).scheme != "unix":
+            options.setdefault("socket_connect_timeout", CONNECT_TIMEOUT_S)
+            options.setdefault("socket_keepalive", True)
+        elif cluster:
+            raise ValueError("a cluster has no unix:// address")
+        options.setdefault("socket_timeout", ANSWER_TIMEOUT_S)
+        options |= {"decode_responses": False, "protocol": 2}
+        ConnectionPool(**options)
+        return Address(redacted(url), cluster, layout, options)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, redis.exceptions.RedisError) as error:
+        raise ConfigError(
+            f"Redis URL {redacted(url)!r} is not understood ({error}); give redis://host:port, "
+            "rediss://host:port or unix:///path, with user:password@ if needed, and "
+            "?cluster=true for a Redis Cluster"
+        ) from error
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError unless ``url`` is a Redis URL; connects to nothing."""
+    parse_address(url)
+
+
+def _own_options(url: str) -> tuple[str, dict[str, str]]:
+    parts = urlsplit(url)
+    query = parse_qsl(parts.query, keep_blank_values=True)
+    own = {name: value for name, value in query if name in _OWN}
+    rest = [(name, value) for name, value in query if name not in own]
+    return urlunsplit(parts._replace(query=urlencode(rest))) if own else url, own
+
+
+def _flag(value: str) -> bool:
+    if value.lower() not in _YES + _NO:
+        raise ValueError(f"cluster={value!r}: give true or false")
+    return value.lower() in _YES

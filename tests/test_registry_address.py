@@ -1,0 +1,114 @@
+"""What a Redis URL may say, and tickers."""
+
+import pytest
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.connection import SSLConnection
+
+from pdmesh.registry.address import check_url, parse_address, redacted
+from pdmesh.registry.layout import Layout, bits_for
+from pdmesh.registry.store import Store
+from pdmesh.registry.ticker import Ticker
+from pdmesh.wire.errors import ConfigError
+
+
+def test_credentials_database_and_timeouts_are_those_of_redis_py():
+    address = parse_address("redis://user:word@host:7000/3?socket_timeout=0.5")
+    options = address.options
+    assert (options["host"], options["port"], options["db"]) == ("host", 7000, 3)
+    assert (options["username"], options["password"]) == ("user", "word")
+    assert (options["socket_timeout"], options["socket_connect_timeout"]) == (0.5, 2.0)
+    assert "word" not in address.where
+
+
+def test_tls_and_its_options_go_through():
+    url = "rediss://host?ssl_cert_reqs=none&ssl_ca_certs=/ca.pem&ssl_check_hostname=false"
+    options = parse_address(url).options
+    assert options["connection_class"] is SSLConnection
+    assert options["ssl_ca_certs"] == "/ca.pem"
+
+
+def test_a_cluster_is_asked_for_and_gets_more_partitions():
+    plain, cluster = parse_address("redis://h"), parse_address("redis://h?cluster=true")
+    assert not plain.cluster
+    assert plain.layout.partitions == 16
+    assert cluster.cluster
+    assert cluster.layout.partitions == 256
+    assert isinstance(cluster.client(), RedisCluster)
+
+
+def test_a_cluster_with_tls_and_credentials_makes_a_client():
+    url = "rediss://user:word@h:7000?cluster=true&ssl_cert_reqs=none&ssl_check_hostname=false"
+    client = parse_address(url).client()
+    assert client.connection_kwargs["username"] == "user"
+    assert issubclass(client.connection_kwargs["connection_class"], SSLConnection)
+
+
+def test_partitions_and_pages_lay_a_new_mesh_out():
+    address = parse_address("redis://h?partitions=64&pages=100000000&socket_timeout=1")
+    assert address.layout == Layout(64, bits_for(100_000_000))
+    assert 16 <= 100_000_000 / 2**address.layout.bits <= 48
+    assert address.options["socket_timeout"] == 1.0
+    assert Layout.named(address.layout.name.encode()) == address.layout
+
+
+@pytest.mark.parametrize(
+    "query", ["cluster=perhaps", "partitions=3", "partitions=x", "pages=y", "partitions=0"]
+)
+def test_a_wrong_option_is_one_sentence(query):
+    with pytest.raises(ConfigError, match=r"not understood|power of two"):
+        check_url(f"redis://:word@h?{query}")
+
+
+def test_a_cluster_by_unix_socket_is_refused():
+    with pytest.raises(ConfigError, match="unix"):
+        check_url("unix:///run/x?cluster=true")
+
+
+def test_a_password_is_taken_out_of_what_is_shown():
+    assert redacted("redis://u:word@h:1/0") == "redis://u:***@h:1/0"
+
+
+async def test_a_single_server_that_is_no_cluster_is_told_so(tmp_path):
+    from store_rig import Server
+
+    server = Server(tmp_path / "a").start()
+    store = Store(f"{server.url}?cluster=true", "m")
+    try:
+        with pytest.raises(ConfigError, match="leave cluster=true out"):
+            await store.roster()
+    finally:
+        await store.close()
+        server.kill()
+
+
+async def test_a_cluster_without_the_option_is_told_so(tmp_path):
+    from store_rig import Server, free_port
+
+    port = str(free_port())
+    server = Server(tmp_path / "a", cluster_enabled="yes", cluster_port=port).start()
+    server.do("CONFIG", "SET", "cluster-require-full-coverage", "no")
+    store = Store(server.url, "m")
+    try:
+        with pytest.raises(ConfigError, match="add cluster=true"):
+            await store.roster()
+    finally:
+        await store.close()
+        server.kill()
+
+
+def test_a_ticker_is_due_after_its_period_and_once():
+    ticker = Ticker(10.0, now=100.0)
+    assert ticker.left(104.0) == 6.0
+    assert ticker.left(110.0) == 0.0
+    ticker.hit(111.0)
+    assert ticker.left(112.0) == 9.0
+
+
+@pytest.mark.parametrize("step", [120.0, -120.0])
+def test_a_clock_that_jumps_brings_a_turn_early_and_none_late(step):
+    ticker = Ticker(10.0, now=1000.0)
+    assert ticker.left(1001.0) == 9.0
+    assert ticker.left(1001.0 + step) == 0.0
+    ticker.hit(1001.0 + step)
+    assert ticker.left(1001.0 + step) == 10.0
+    assert ticker.left(1002.0 + step) == 9.0
