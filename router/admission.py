@@ -20,18 +20,6 @@ _FASTER, _SLOWER = 0.3, 0.02
 """Weights of a new measurement: a time that is shared with other prompts looks slow."""
 
 
-class Shed(Overloaded):
-    """Refused because it could not be served in time.
-
-    Attributes:
-        retry_after_s: when there may be room, in seconds.
-    """
-
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
 class Admission:
     """Learns how fast prompts are computed, and refuses what would come too late."""
 
@@ -64,7 +52,7 @@ class Admission:
             remaining_s: seconds to the request's deadline.
 
         Raises:
-            Shed: it cannot.
+            Overloaded: it cannot.
         """
         speed = self.token_s
         if speed is None:
@@ -73,7 +61,7 @@ class Admission:
         queued = next((_queued(c) for c in snapshot.prefill if c.record.instance == chosen), 0.0)
         expected = (queued + route.tokens_to_compute) * speed
         if expected > remaining_s:
-            raise Shed(
+            raise Overloaded(
                 f"the first token could come in {expected:.1f} s, after the deadline in "
                 f"{remaining_s:.1f} s; retry later or allow more time",
                 _bounded(expected - remaining_s),

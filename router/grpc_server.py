@@ -16,7 +16,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from pdmesh.router.admission import Shed
 from pdmesh.router.answers import Event
 from pdmesh.router.metrics import Metrics
 from pdmesh.router.request import GenerateRequest, RequestParser, parse_message, request_id_of
@@ -34,7 +33,6 @@ T = TypeVar("T")
 
 SERVICE = "pdmesh.v1.ChatService"
 RETRY_AFTER_KEY = "retry-after-ms"
-RETRY_AFTER_MS = 1000
 """Told to clients that are refused because the mesh is full."""
 
 
@@ -153,11 +151,9 @@ async def _answer(context: grpc.aio.ServicerContext, work: Callable[[], Awaitabl
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: PdmeshError) -> None:
-    kind = Overloaded if isinstance(error, Shed) else type(error)
-    metadata = [(ERROR_KEY, kind.__name__)]
+    metadata = [(ERROR_KEY, type(error).__name__)]
     if isinstance(error, Overloaded):
-        wait_ms = error.retry_after_s * 1e3 if isinstance(error, Shed) else RETRY_AFTER_MS
-        metadata.append((RETRY_AFTER_KEY, str(round(wait_ms))))
+        metadata.append((RETRY_AFTER_KEY, str(round(error.retry_after_s * 1e3))))
     await context.abort(grpc.StatusCode[error.status], error.message, tuple(metadata))
 
 

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from pdmesh.router.account import Account
-from pdmesh.router.admission import Admission, Shed
+from pdmesh.router.admission import Admission
 from pdmesh.router.answers import Answers, Event, Finished
 from pdmesh.router.chooser import Chooser
 from pdmesh.router.clients import WorkerClients
@@ -88,8 +88,8 @@ class Service:
 
         Raises:
             InvalidRequest: the id is in use, or no worker could ever hold the request.
-            Shed: no decode worker has room, or lets the request wait for it; or its first token
-                could not come before its deadline.
+            Overloaded: no decode worker has room, or lets the request wait for it; or its first
+                token could not come before its deadline.
             Unavailable: no worker is ready, or too many failed.
         """
         answers = self._answers(request)
@@ -197,14 +197,12 @@ class Service:
         snapshot = self._view.snapshot(run.hashes)
         try:
             route = self._chooser.choose(run, n, snapshot)
-            if not run.gate.tokens and not run.failures:
-                self._admission.check(route, snapshot, run.remaining())
         except Unavailable as error:
             raise run.give_up(error.message) from error
-        except Shed:
-            raise
         except Overloaded as error:
-            raise Shed(error.message, self._admission.retry_after_s(snapshot)) from error
+            raise Overloaded(error.message, self._admission.retry_after_s(snapshot)) from error
+        if not run.gate.tokens and not run.failures:
+            self._admission.check(route, snapshot, run.remaining())
         run.route = route
         run.router_s += self._clock() - started
         self._account.routed(run, route)

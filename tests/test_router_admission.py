@@ -7,9 +7,10 @@ import pytest
 import router_fakes as fakes
 from test_router_policy import FACTS, decode, prefill
 
-from pdmesh.router.admission import LEAST_SEEN, LEAST_TOKENS, RETRY_S, Admission, Shed
+from pdmesh.router.admission import LEAST_SEEN, LEAST_TOKENS, RETRY_S, Admission
 from pdmesh.router.policies import make_policy
 from pdmesh.router.policy import Snapshot
+from pdmesh.wire.errors import Overloaded
 from pdmesh.wire.messages import ReserveRequest
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -49,13 +50,13 @@ def test_short_prompts_and_empty_times_teach_nothing():
 def test_what_is_queued_and_the_own_work_have_to_be_done_before_the_deadline():
     admission = learned(0.001)
     checked(admission, 0.65)
-    with pytest.raises(Shed, match=r"could come in 0\.6 s, after the deadline in 0\.6 s"):
+    with pytest.raises(Overloaded, match=r"could come in 0\.6 s, after the deadline in 0\.6 s"):
         checked(admission, 0.63)
     checked(admission, 1.65, own_tokens=1000)
-    with pytest.raises(Shed) as caught:
+    with pytest.raises(Overloaded) as caught:
         checked(admission, 1.0, own_tokens=5000)
     assert caught.value.retry_after_s == pytest.approx(4.64)
-    with pytest.raises(Shed):
+    with pytest.raises(Overloaded):
         checked(admission, 1.0, other_requests=2)
 
 

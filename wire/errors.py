@@ -34,9 +34,17 @@ class TooLarge(PdmeshError):
 
 
 class Overloaded(PdmeshError):
-    """No room now; the same request may be served later."""
+    """No room now; the same request may be served later.
+
+    Attributes:
+        retry_after_s: when to come again, in seconds; not sent between workers.
+    """
 
     status = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Unavailable(PdmeshError):
