@@ -15,6 +15,9 @@ class PromptHashes:
         self._tenant = tenant
         self._tokens = tokens
         self._known: dict[PageFormat, tuple[PageHash, ...]] = {}
+        self.looked_up: dict[str, int] = {}
+        """Leading pages that workers have by the store's word, by name; asked for where the
+        router's own index is behind."""
 
     def for_format(self, page_format: PageFormat) -> tuple[PageHash, ...]:
         """Hashes of the full pages, in order, for workers of one page format."""

@@ -141,6 +141,7 @@ class Service:
         """Reserve on decode, prefill: the first token of each answer. Frees what is not used."""
         lead, n = runs[0], len(runs)
         lead.begin_attempt()
+        await self._view.look_up(lead.hashes)
         route = self._choose(lead, n)
         decode = self._clients.decode(route.decode)
         prefill = self._clients.prefill(route.prefill)

@@ -37,7 +37,12 @@ class Registry(Protocol):
 
     def draining(self) -> list[WorkerRecord]: ...
 
+    @property
+    def warm(self) -> bool: ...
+
     def owned_prefix(self, worker_id: str, hashes: Sequence[bytes]) -> int: ...
+
+    async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]: ...
 
     def mark_lost(self, instance: str) -> None: ...
 
@@ -153,6 +158,16 @@ class MeshView:
         """The ready workers of one role as seen by a prompt with these page hashes."""
         return tuple(self._candidate(record, hashes) for record in self.ready(role))
 
+    async def look_up(self, hashes: PromptHashes) -> None:
+        """Asks the store who has the prompt's pages, if the index here is behind; quick or not at
+        all, and never an error."""
+        if self._registry.warm:
+            return
+        formats = dict.fromkeys(r.page_format for r in self._registered() if self._speaks(r))
+        for page_format in formats:
+            found = await self._registry.lookup(hashes.for_format(page_format))
+            hashes.looked_up.update(found)
+
     def snapshot(self, hashes: PromptHashes) -> Snapshot:
         """The ready workers as seen by a prompt with these page hashes."""
         prefill, decode = self.candidates("prefill", hashes), self.candidates("decode", hashes)
@@ -196,7 +211,10 @@ class MeshView:
             free, empty = status.pool.free + status.pool.cached, status.pool.free
         return Candidate(
             record=record,
-            owned_pages=self._registry.owned_prefix(record.worker_id, owned),
+            owned_pages=max(
+                self._registry.owned_prefix(record.worker_id, owned),
+                hashes.looked_up.get(record.worker_id, 0),
+            ),
             own_requests=own,
             own_tokens=self._tokens.get(record.instance, 0),
             other_requests=others,

@@ -62,6 +62,14 @@ class FakeRegistry:
         self.lost: list[str] = []
         self.drained: set[str] = set()
         """Ids of workers that the registry says are draining."""
+        self.warm = True
+        self.stored: dict[str, int] = {}
+        """Leading pages of every prompt that workers have, by the store's word alone."""
+        self.lookups = 0
+
+    async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        self.lookups += 1
+        return self.stored
 
     def workers(self) -> list[WorkerRecord]:
         here = [r for r in self.records if r.instance not in self.lost]

@@ -302,3 +302,16 @@ async def test_metrics_tell_what_happened(tmp_path):
         assert value("pdmesh_accepted_tokens_total") == 4
         assert mesh.outcome("length") == 1
         assert mesh.bookings() == 0
+
+
+async def test_a_router_whose_index_is_behind_asks_the_store(tmp_path):
+    long = "word " * 300
+    async with fakes.mesh(tmp_path, prefill=3) as mesh:
+        mesh.registry.stored = {"prefill-1": 2}
+        await mesh.chat(fakes.ask(long, max_tokens=2))
+        assert mesh.registry.lookups == 0, "its own index is whole"
+        mesh.registry.warm = False
+        for _ in range(3):
+            answer = await mesh.chat(fakes.ask(long, max_tokens=2))
+            assert answer.last.timing.prefill_worker == "prefill-1"
+        assert mesh.registry.lookups == 3
