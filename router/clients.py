@@ -44,6 +44,10 @@ DECIDE_TIMEOUT = 2.0
 DECIDE_WAITS = (0.05, 0.2, 0.8, 2.0)
 """Seconds between tries to tell a source what became of a handoff; it asks as well."""
 
+STREAM_AHEAD = 512
+"""Bytes of a stream that a worker may send before the router reads them. Enough for what is answered
+at once, and for a few chunks of tokens; the rest waits at the worker, which merges it."""
+
 _ITEM = cast("type[StreamItem]", StreamItem)
 
 
@@ -231,7 +235,9 @@ class PrefillClient:
 class WorkerClients:
     """One channel to each worker instance; ``connect`` opens one to an address and a service."""
 
-    def __init__(self, connect: Callable[[str, str], Client] = Client) -> None:
+    def __init__(
+        self, connect: Callable[[str, str], Client] = partial(Client, ahead=STREAM_AHEAD)
+    ) -> None:
         self.background = Background()
         self._connect = connect
         self._clients: dict[str, Client] = {}
