@@ -24,7 +24,7 @@ import grpc  # noqa: E402 - the path is set above
 
 from pdmesh.decode.framing import Framer  # noqa: E402
 from pdmesh.router.config import RouterConfig  # noqa: E402
-from pdmesh.router.server import Router  # noqa: E402
+from pdmesh.router.server import Router, settle  # noqa: E402
 from pdmesh.wire import chat_pb2, chat_pb2_grpc  # noqa: E402
 from pdmesh.wire.hashes import PageFormat  # noqa: E402
 from pdmesh.wire.messages import (  # noqa: E402
@@ -105,8 +105,8 @@ class Listed:
     def draining(self) -> list[WorkerRecord]:
         return []
 
-    def owned_prefix(self, worker_id: str, hashes: Sequence[bytes]) -> int:
-        return 0
+    def owned_prefixes(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        return {}
 
     def mark_lost(self, instance: str) -> None:
         raise SystemExit(f"the router lost {instance}: the measurement is void")
@@ -324,6 +324,7 @@ async def measure(load: Load, workers: int, warm_up: int = 8) -> Streamed:
         while router.view.polled() < len(records):
             await asyncio.sleep(0.01)
         try:
+            settle()
             mine.send((router.address, Load(warm_up, load.tokens, load.step_ms)))
             await asyncio.to_thread(mine.recv)
             wall, cpu = time.perf_counter(), time.process_time()

@@ -94,6 +94,10 @@ class RegistryView:
         """How many leading ``hashes`` the worker has published; a hint, never a promise."""
         return self._state.owned_prefix(worker_id, hashes)
 
+    def owned_prefixes(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        """The same for every worker that has published the first of ``hashes``."""
+        return self._state.owned_prefixes(hashes)
+
     def mark_lost(self, instance: str) -> None:
         """Stops routing to an instance at once, until another instance registers in its place.
 

@@ -116,10 +116,12 @@ class Route:
     scores: Sequence[Score]
     wait: bool = False
     """Every decode worker is full: the request has to wait at this one."""
+    chosen: tuple[Score, ...] = ()
+    """Of the scores those of the two."""
 
-    def explain(self) -> str:
-        """All scores in one line."""
-        return " ".join(str(score) for score in self.scores)
+    def explain(self, *, all_scores: bool = True) -> str:
+        """All scores in one line, or those of the two that were chosen."""
+        return " ".join(str(score) for score in (self.scores if all_scores else self.chosen))
 
 
 def choose_route(facts: RequestFacts, snapshot: Snapshot, rng: random.Random) -> Route:
@@ -149,6 +151,7 @@ def choose_route(facts: RequestFacts, snapshot: Snapshot, rng: random.Random) ->
         decode=best_decode.candidate.record,
         tokens_to_compute=facts.num_prompt_tokens - best_prefill.owned_tokens,
         scores=(*prefill, *decode),
+        chosen=(best_prefill, best_decode),
         wait=best_decode.candidate.record.instance in facts.avoid.full,
     )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from pdmesh.router.clients import WorkerClients
@@ -15,6 +16,7 @@ from pdmesh.router.pairing import Pairing
 from pdmesh.router.policy import Candidate, Route, Snapshot
 from pdmesh.router.prompt import PromptHashes
 from pdmesh.wire.errors import DeadlineExceeded, PdmeshError
+from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.logs import event
 from pdmesh.wire.messages import (
     PROTOCOL_VERSION,
@@ -37,7 +39,7 @@ class Registry(Protocol):
 
     def draining(self) -> list[WorkerRecord]: ...
 
-    def owned_prefix(self, worker_id: str, hashes: Sequence[bytes]) -> int: ...
+    def owned_prefixes(self, hashes: Sequence[bytes]) -> Mapping[str, int]: ...
 
     def mark_lost(self, instance: str) -> None: ...
 
@@ -48,6 +50,12 @@ class Polled:
 
     status: WorkerStatus
     own_requests: int
+
+    @cached_property
+    def other_requests(self) -> int:
+        """Requests that were there and not ours."""
+        status = self.status
+        return max(0, max(status.queued + status.running, status.leases) - self.own_requests)
 
 
 class Seat:
@@ -151,11 +159,14 @@ class MeshView:
 
     def candidates(self, role: Role, hashes: PromptHashes) -> tuple[Candidate, ...]:
         """The ready workers of one role as seen by a prompt with these page hashes."""
-        return tuple(self._candidate(record, hashes) for record in self.ready(role))
+        return tuple(self._seen_by(self.ready(role), hashes))
 
     def snapshot(self, hashes: PromptHashes) -> Snapshot:
         """The ready workers as seen by a prompt with these page hashes."""
-        prefill, decode = self.candidates("prefill", hashes), self.candidates("decode", hashes)
+        ready = [r for r in self._registry.workers() if self._usable(r)]
+        seen = self._seen_by(ready, hashes)
+        prefill = tuple(c for c in seen if c.record.role == "prefill")
+        decode = tuple(c for c in seen if c.record.role == "decode")
         first = hashes.for_format(prefill[0].record.page_format)[:1] if prefill else ()
         return Snapshot(prefill=prefill, decode=decode, anchor=first[0] if first else b"")
 
@@ -166,16 +177,18 @@ class MeshView:
 
         ``besides`` are workers that need not be named.
         """
-        owned = hashes.for_format(chosen.page_format)
-        here = self._registry.owned_prefix(chosen.worker_id, owned)
+        owned = self._registry.owned_prefixes(hashes.for_format(chosen.page_format))
+        here = owned.get(chosen.worker_id, 0)
+        if not any(pages > here for pages in owned.values()):
+            return ()
         skip = {chosen.instance, *(record.instance for record in besides)}
         found = [
             PageSource(instance=r.instance, role=r.role, address=r.address, pages=pages)
             for r in self._registered()
-            if r.instance not in skip
+            if (pages := owned.get(r.worker_id, 0)) > here
+            and r.instance not in skip
             and r.page_format == chosen.page_format
             and self._speaks(r)
-            and (pages := self._registry.owned_prefix(r.worker_id, owned)) > here
         ]
         return tuple(sorted(found, key=lambda s: (-s.pages, s.instance))[:MOST_SOURCES])
 
@@ -184,24 +197,32 @@ class MeshView:
         records = self.ready("prefill") + self.ready("decode")
         return min([configured, *(record.max_context for record in records)])
 
-    def _candidate(self, record: WorkerRecord, hashes: PromptHashes) -> Candidate:
-        polled = self._polled.get(record.instance)
-        own = self._requests.get(record.instance, 0)
-        owned = hashes.for_format(record.page_format)
+    def _seen_by(self, records: Sequence[WorkerRecord], hashes: PromptHashes) -> list[Candidate]:
+        page_format: PageFormat | None = None
+        owned: Mapping[str, int] = {}
+        candidates = []
+        for record in records:
+            if record.page_format != page_format:  # nearly always that of the record before
+                page_format = record.page_format
+                owned = self._registry.owned_prefixes(hashes.for_format(page_format))
+            candidates.append(self._candidate(record, owned.get(record.worker_id, 0)))
+        return candidates
+
+    def _candidate(self, record: WorkerRecord, owned_pages: int) -> Candidate:
+        instance = record.instance
+        polled = self._polled.get(instance)
         others, free, empty = 0, None, None
         if polled is not None:
-            status = polled.status
-            there = max(status.queued + status.running, status.leases)
-            others = max(0, there - polled.own_requests)
-            free, empty = status.pool.free + status.pool.cached, status.pool.free
+            pool = polled.status.pool
+            others, free, empty = polled.other_requests, pool.free + pool.cached, pool.free
         return Candidate(
-            record=record,
-            owned_pages=self._registry.owned_prefix(record.worker_id, owned),
-            own_requests=own,
-            own_tokens=self._tokens.get(record.instance, 0),
-            other_requests=others,
-            free_pages=free,
-            empty_pages=empty,
+            record,
+            owned_pages,
+            self._requests.get(instance, 0),
+            self._tokens.get(instance, 0),
+            others,
+            free,
+            empty,
         )
 
     def _registered(self) -> list[WorkerRecord]:
@@ -260,6 +281,10 @@ class MeshView:
     def polled(self) -> int:
         """Instances that have answered a poll."""
         return len(self._polled)
+
+    def note_poll(self, instance: str, polled: Polled) -> None:
+        """An instance has answered a poll."""
+        self._polled[instance] = polled
 
     def mark_lost(self, instance: str) -> None:
         """Stops routing to an instance at once."""
@@ -334,7 +359,7 @@ class MeshView:
                 self._set_unreachable(record, "another process answers at its address")
             else:
                 self._unreachable.discard(record.instance)
-                self._polled[record.instance] = Polled(status, own)
+                self.note_poll(record.instance, Polled(status, own))
         finally:
             self._polling.pop(record.instance, None)
 
