@@ -6,8 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pdmesh.router.clients import WorkerClients
@@ -50,12 +49,6 @@ class Polled:
 
     status: WorkerStatus
     own_requests: int
-
-    @cached_property
-    def other_requests(self) -> int:
-        """Requests that were there and not ours."""
-        status = self.status
-        return max(0, max(status.queued + status.running, status.leases) - self.own_requests)
 
 
 class Seat:
@@ -132,6 +125,8 @@ class MeshView:
         self._model = model
         self._metrics = metrics
         self._polled: dict[str, Polled] = {}
+        self._seen: dict[str, Candidate] = {}
+        """Workers as they are to a prompt of which they own nothing; left out where that changed."""
         self._unreachable: set[str] = set()
         self._polling: dict[str, asyncio.Task[None]] = {}
         self._probes: dict[str, asyncio.Task[bool]] = {}
@@ -209,20 +204,29 @@ class MeshView:
         return candidates
 
     def _candidate(self, record: WorkerRecord, owned_pages: int) -> Candidate:
+        """From what was known at the last look, where nothing has changed."""
+        known = self._seen.get(record.instance)
+        if known is None or known.record is not record:
+            known = self._seen[record.instance] = self._look(record)
+        return replace(known, owned_pages=owned_pages) if owned_pages else known
+
+    def _look(self, record: WorkerRecord) -> Candidate:
+        """A worker that owns nothing of a prompt."""
         instance = record.instance
         polled = self._polled.get(instance)
         others, free, empty = 0, None, None
         if polled is not None:
-            pool = polled.status.pool
-            others, free, empty = polled.other_requests, pool.free + pool.cached, pool.free
+            status = polled.status
+            there = max(status.queued + status.running, status.leases)
+            others = max(0, there - polled.own_requests)
+            free, empty = status.pool.free + status.pool.cached, status.pool.free
         return Candidate(
-            record,
-            owned_pages,
-            self._requests.get(instance, 0),
-            self._tokens.get(instance, 0),
-            others,
-            free,
-            empty,
+            record=record,
+            own_requests=self._requests.get(instance, 0),
+            own_tokens=self._tokens.get(instance, 0),
+            other_requests=others,
+            free_pages=free,
+            empty_pages=empty,
         )
 
     def _registered(self) -> list[WorkerRecord]:
@@ -272,6 +276,7 @@ class MeshView:
             counts[instance] = counts.get(instance, 0) + change
             if counts[instance] == 0:
                 del counts[instance]
+        self._seen.pop(instance, None)
         self._metrics.in_flight.labels(role).inc(requests)
 
     def in_flight(self, instance: str) -> int:
@@ -285,6 +290,7 @@ class MeshView:
     def note_poll(self, instance: str, polled: Polled) -> None:
         """An instance has answered a poll."""
         self._polled[instance] = polled
+        self._seen.pop(instance, None)
 
     def mark_lost(self, instance: str) -> None:
         """Stops routing to an instance at once."""
@@ -331,7 +337,7 @@ class MeshView:
             for instance, record in records.items():
                 if instance not in self._polling:
                     self._polling[instance] = asyncio.create_task(self._poll(record))
-            for known in (self._polled.keys(), self._unreachable, self._ignored):
+            for known in (self._polled, self._seen, self._unreachable, self._ignored):
                 for instance in set(known) - records.keys():
                     self._forget(instance)
             await self._clients.prune(records.keys() | self._polling.keys(), self._busy)
@@ -343,6 +349,7 @@ class MeshView:
 
     def _forget(self, instance: str) -> None:
         self._polled.pop(instance, None)
+        self._seen.pop(instance, None)
         self._unreachable.discard(instance)
         self._ignored.discard(instance)
 
