@@ -9,9 +9,9 @@ clock; microseconds an operation, operations for each second of a core. Parts:
                 and in turn, the RadixTree of ai-dynamo-runtime with the same pages, where that is
                 installed (on the path, or in --beside DIR; its thread counts too)
     choice      one choice among 64 prefill and 64 decode workers, every policy
-    decision    all that comes before the first call to a worker: the hashes of a prompt of 64 pages,
-                the snapshot of 128 workers, the choice, its record, log line and booking
-    streaming   a whole router between a process of decode workers and a process of clients, which
+    decision    all that comes before the first call to a worker: the hashes of a prompt of 64
+                pages, the snapshot of 128 workers, the choice, its record, log line and booking
+    streaming   a whole router between a process of decode workers and a process of clients that
                 read as fast as they can. A pace of 0 ms is an answer that is there at once
 
 Chains of pages are owned to a random depth, by one worker each and every eighth by up to all, as
@@ -22,10 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
-import importlib
 import json
-import logging
 import random
 import statistics
 import sys
@@ -39,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
 import router_mesh as mesh  # noqa: E402 - the path is set above
+from router_match import PROMPT_PAGES, WORKERS, Beside, Chain, chains, radix_tree  # noqa: E402
 
 from pdmesh.router.account import Account  # noqa: E402
 from pdmesh.router.chooser import Chooser  # noqa: E402
@@ -55,14 +53,10 @@ from pdmesh.router.view import MeshView, Polled  # noqa: E402
 from pdmesh.text.output import OutputText  # noqa: E402
 from pdmesh.text.tokenizer import load_tokenizer  # noqa: E402
 from pdmesh.wire.hashes import page_hashes, root_hash  # noqa: E402
-from pdmesh.wire.logs import setup_logs  # noqa: E402
 from pdmesh.wire.messages import PoolStatus, Role, WorkerRecord, WorkerStatus  # noqa: E402
 from pdmesh.wire.sampling import SamplingParams  # noqa: E402
 
 PARTS = ("match", "choice", "decision", "streaming")
-WORKERS = 64
-"""Of each role."""
-PROMPT_PAGES = 64
 PAGE_SIZE = mesh.FORMAT.page_size
 KEY = b"k" * 32
 
@@ -85,27 +79,6 @@ def say(text: str) -> None:
 
 
 # ---- the index ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Chain:
-    """A prompt's pages, and how many of them each worker owns."""
-
-    pages: list[bytes]
-    depths: dict[int, int]
-
-
-def chains(pages: int, rng: random.Random) -> Iterator[Chain]:
-    """Prompts until ``pages`` different pages are owned by somebody."""
-    made = 0
-    for number in range(pages):
-        if made >= pages:
-            return
-        count = rng.randint(1, WORKERS) if number % 8 == 0 else 1
-        owners = rng.sample(range(WORKERS), count)
-        depths = {slot: rng.randint(1, PROMPT_PAGES) for slot in owners}
-        made += max(depths.values())
-        yield Chain([rng.randbytes(16) for _ in range(PROMPT_PAGES)], depths)
 
 
 def match_rows(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -155,41 +128,6 @@ def cpu_us(work: Callable[[Any], object], items: Sequence[Any]) -> float:
     for item in items:
         work(item)
     return (time.process_time() - began) / len(items) * 1e6
-
-
-def radix_tree(directory: Path | None) -> Callable[[], Any] | None:
-    """Dynamo's, or None where it cannot be imported."""
-    if directory is not None:
-        sys.path.append(str(directory))
-    try:
-        tree: Callable[[], Any] = importlib.import_module("dynamo._core").RadixTree
-    except (ImportError, AttributeError):
-        return None
-    return tree
-
-
-class Beside:
-    """Dynamo's tree of prefixes, told the same; its hashes are 64 bits wide."""
-
-    def __init__(self, tree: Any) -> None:
-        self._tree = tree
-        self._events = 0
-
-    def apply(self, slot: int, pages: Sequence[bytes]) -> None:
-        keys = self.key(pages)
-        blocks = [{"block_hash": key, "tokens_hash": key} for key in keys]
-        self._events += 1
-        stored = {"stored": {"parent_hash": None, "blocks": blocks}}
-        told = {"event_id": self._events, "data": stored}
-        self._tree.apply_event(slot, json.dumps(told).encode())
-
-    @staticmethod
-    def key(pages: Sequence[bytes]) -> list[int]:
-        return [int.from_bytes(page[:8], "little") >> 1 for page in pages]
-
-    def match(self, keys: list[int]) -> dict[int, int]:
-        found = self._tree.find_matches(keys).scores
-        return {worker[0]: depth for worker, depth in found.items()}
 
 
 # ---- choices and decisions ----------------------------------------------------------------
@@ -276,9 +214,7 @@ async def decision_rows(arguments: argparse.Namespace) -> list[Row]:
     rng = random.Random(arguments.seed)
     records = [record(role, i) for role in ("prefill", "decode") for i in range(WORKERS)]
     index, root = PrefixIndex(), root_hash(KEY, mesh.FORMAT.fingerprint())
-    prompts = [
-        tuple(rng.choices(range(4096), k=PROMPT_PAGES * PAGE_SIZE + 1)) for _ in range(64)
-    ]
+    prompts = [tuple(rng.choices(range(4096), k=PROMPT_PAGES * PAGE_SIZE + 1)) for _ in range(64)]
     for prompt in prompts:
         pages = page_hashes(KEY, root, prompt, PAGE_SIZE)
         for slot in rng.sample(range(len(records)), rng.randint(1, 6)):
@@ -321,8 +257,9 @@ async def decision_rows(arguments: argparse.Namespace) -> list[Row]:
 
 
 def _status(known: WorkerRecord) -> WorkerStatus:
-    pool = PoolStatus(total=100_000, free=50_000, reserved=0, used=10_000, cached=40_000,
-                      quarantined=0)
+    pool = PoolStatus(
+        total=100_000, free=50_000, reserved=0, used=10_000, cached=40_000, quarantined=0
+    )
     return WorkerStatus(
         worker_id=known.worker_id,
         instance=known.instance,
@@ -373,7 +310,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
+    )
     parser.add_argument(
         "--pages", type=int, nargs="+", default=[1000, 100_000], help="sizes of the index"
     )

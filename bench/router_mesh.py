@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -160,9 +159,7 @@ class _Worker:
             role=self.role,
             state="ready",
             page_format=FORMAT,
-            pool=PoolStatus(
-                total=LARGE, free=LARGE, reserved=0, used=0, cached=0, quarantined=0
-            ),
+            pool=PoolStatus(total=LARGE, free=LARGE, reserved=0, used=0, cached=0, quarantined=0),
             queued=0,
             running=0,
         )

@@ -10,7 +10,6 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from pdmesh.router.usage import Usage
 from pdmesh.wire.errors import ConfigError
@@ -42,7 +41,7 @@ class TokenHistogram(Collector):
         self._sum += value * count
 
     def collect(self) -> list[HistogramMetricFamily]:
-        bounds = [*(floatToGoString(bound) for bound in self._bounds), "+Inf"]
+        bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         return [HistogramMetricFamily(self._name, self._text, buckets, self._sum)]
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from pdmesh.router.booking import Booking
 from pdmesh.router.clients import WorkerClients
 from pdmesh.router.metrics import Metrics
 from pdmesh.router.pairing import Pairing
@@ -51,62 +52,6 @@ class Polled:
     own_requests: int
 
 
-class Seat:
-    """This router's load of one answer at the decode worker that generates it."""
-
-    def __init__(self, view: MeshView, instance: str) -> None:
-        self._view = view
-        self._instance = instance
-
-    def move(self, instance: str) -> None:
-        """From now on another worker has the load."""
-        self._view.add(self._instance, "decode", -1, 0)
-        self._instance = instance
-        self._view.add(instance, "decode", 1, 0)
-
-    def give_back(self) -> None:
-        """Called once."""
-        self._view.add(self._instance, "decode", -1, 0)
-
-
-class Booking:
-    """This router's load of one request at two workers, until it is given back.
-
-    At prefill it is one prompt, at decode one sequence for each answer.
-    """
-
-    def __init__(self, view: MeshView, route: Route, answers: int) -> None:
-        self._view = view
-        self._prefill: str | None = route.prefill.instance
-        self._decode = route.decode.instance
-        self._tokens = route.tokens_to_compute
-        self._answers = answers
-        view.add(route.prefill.instance, "prefill", 1, self._tokens)
-        view.add(self._decode, "decode", answers, 0)
-
-    def prefilled(self) -> None:
-        """Gives back the prefill worker's part; once is enough."""
-        if self._prefill is not None:
-            self._view.add(self._prefill, "prefill", -1, -self._tokens)
-            self._prefill = None
-
-    @contextmanager
-    def answer(self) -> Iterator[Seat]:
-        """One of the answers at decode, given back on leaving."""
-        self._answers -= 1
-        seat = Seat(self._view, self._decode)
-        try:
-            yield seat
-        finally:
-            seat.give_back()
-
-    def give_back(self) -> None:
-        """Gives back what is left; called once."""
-        self.prefilled()
-        if self._answers:
-            self._view.add(self._decode, "decode", -self._answers, 0)
-
-
 class MeshView:
     """Snapshots for the policy. ``start`` polls the workers in the background.
 
@@ -126,7 +71,7 @@ class MeshView:
         self._metrics = metrics
         self._polled: dict[str, Polled] = {}
         self._seen: dict[str, Candidate] = {}
-        """Workers as they are to a prompt of which they own nothing; left out where that changed."""
+        """What a prompt sees of which a worker owns nothing; left out where that has changed."""
         self._unreachable: set[str] = set()
         self._polling: dict[str, asyncio.Task[None]] = {}
         self._probes: dict[str, asyncio.Task[bool]] = {}
