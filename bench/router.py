@@ -283,11 +283,12 @@ def streaming_rows(arguments: argparse.Namespace) -> Iterator[Row]:
         done = asyncio.run(mesh.measure(load, workers=2))
         values = {
             "tokens a second and core": done.tokens_per_core,
-            "messages a second and core": done.messages / done.router_s,
             "tokens a message": done.per_message,
+            "messages a second and core": done.messages / done.router_s,
             "cores": done.busy,
-            "tokens a second offered": 1e3 * load.streams / pace if pace else 0.0,
         }
+        if pace:
+            values["between messages / pace"] = done.gap_ms / pace
         yield Row("streaming", f"{load.streams} streams, {pace:g} ms a token", values)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import statistics
 import sys
 import tempfile
 import time
@@ -74,8 +75,8 @@ class Streamed:
     wall_s: float
     router_s: float
     """Processor time of the router's process, all threads."""
-    gaps_ms: tuple[float, float] = (0.0, 0.0)
-    """Between messages of a stream, p50 and p99, as the client saw them."""
+    gap_ms: float
+    """Between messages of a stream, p50, as the client saw them."""
 
     @property
     def tokens_per_core(self) -> float:
@@ -125,11 +126,12 @@ class _Worker:
     leases: int = 0
     queues: dict[asyncio.Queue[TokenChunk], list[int]] = field(default_factory=dict)
     """Of each stream, with its attempt, the next position and the last."""
+    server: grpc.aio.Server = field(init=False)
 
     async def start(self) -> WorkerRecord:
         self.instance = f"instance-of-{self.worker_id}"
-        server = grpc.aio.server(options=server_options(MAX_INTERNAL_MESSAGE))
-        port = server.add_insecure_port("127.0.0.1:0")
+        self.server = grpc.aio.server(options=server_options(MAX_INTERNAL_MESSAGE))
+        port = self.server.add_insecure_port("127.0.0.1:0")
         methods = [
             Method("Status", Empty, unary=self.status),
             Method("Prefill", PrefillRequest, unary=self.prefill),
@@ -137,9 +139,8 @@ class _Worker:
             Method("Release", ReleaseRequest, unary=self.release),
             Method("Stream", StreamRequest, stream=self.stream),
         ]
-        add_service(server, self.role, methods)
-        await server.start()
-        self._server = server
+        add_service(self.server, self.role, methods)
+        await self.server.start()
         return WorkerRecord(
             worker_id=self.worker_id,
             instance=self.instance,
@@ -237,6 +238,7 @@ def _workers(pipe: Connection, count: int, step_ms: float) -> None:
         await asyncio.to_thread(pipe.recv)
         for step in steps:
             step.cancel()
+        await asyncio.gather(*(worker.server.stop(None) for worker in workers))
 
     asyncio.run(serve())
 
@@ -273,9 +275,8 @@ def _client(pipe: Connection) -> None:
                 gaps: list[float] = []
                 asked = [one(stub, load.tokens, gaps) for _ in range(load.streams)]
                 counts = await asyncio.gather(*asked)
-                gaps.sort()
-                share = (gaps[len(gaps) // 2] * 1e3, gaps[len(gaps) * 99 // 100] * 1e3)
-                pipe.send((sum(c for c, _ in counts), sum(m for _, m in counts), share))
+                gap = statistics.median(gaps) * 1e3
+                pipe.send((sum(c for c, _ in counts), sum(m for _, m in counts), gap))
                 load = await asyncio.to_thread(pipe.recv)
 
     asyncio.run(ask())
@@ -326,7 +327,7 @@ async def measure(load: Load, workers: int, warm_up: int = 8) -> Streamed:
             await asyncio.to_thread(mine.recv)
             wall, cpu = time.perf_counter(), time.process_time()
             mine.send(load)
-            tokens, messages, gaps = await asyncio.to_thread(mine.recv)
+            tokens, messages, gap = await asyncio.to_thread(mine.recv)
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             mine.send(None)
             ours.send(None)
@@ -335,7 +336,7 @@ async def measure(load: Load, workers: int, warm_up: int = 8) -> Streamed:
             await asyncio.to_thread(_ended, processes)
     if tokens != load.streams * load.tokens:
         raise SystemExit(f"{tokens} tokens came, not {load.streams * load.tokens}")
-    return Streamed(tokens, messages, wall, cpu, gaps)
+    return Streamed(tokens, messages, wall, cpu, gap)
 
 
 def _ended(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
