@@ -95,8 +95,10 @@ class RegistryView:
         return self._state.owned_prefix(worker_id, hashes)
 
     def owned_prefixes(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """The same for every worker that has published the first of ``hashes``."""
-        return self._state.owned_prefixes(hashes)
+        """The same for each worker that has published the first of ``hashes``."""
+        names = [record.worker_id for record in (*self.workers(), *self.draining())]
+        owned = {name: self._state.owned_prefix(name, hashes) for name in names}
+        return {name: pages for name, pages in owned.items() if pages}
 
     def mark_lost(self, instance: str) -> None:
         """Stops routing to an instance at once, until another instance registers in its place.

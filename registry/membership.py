@@ -76,13 +76,6 @@ class Membership:
                 return count
         return len(hashes)
 
-    def owned_prefixes(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """The same for every worker that owns the first of ``hashes``."""
-        if not hashes:
-            return {}
-        owners = [name for name, entry in self._entries.items() if hashes[0] in entry.pages]
-        return {name: self.owned_prefix(name, hashes) for name in owners}
-
     def mark_lost(self, instance: str, now: float) -> None:
         """Takes an instance out of ``workers`` at once."""
         if any(e.member.record.instance == instance for e in self._entries.values()):
