@@ -92,7 +92,7 @@ class RegistryView:
 
     def owned_prefix(self, worker_id: str, hashes: Sequence[bytes]) -> int:
         """How many leading ``hashes`` the worker has published; a hint, never a promise."""
-        return self._state.owned_prefix(worker_id, hashes)
+        return self.owned_prefixes(hashes).get(worker_id, 0)
 
     def owned_prefixes(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """The same for each worker that has published the first of ``hashes``."""
