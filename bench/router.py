@@ -320,13 +320,13 @@ def main() -> None:
     parser.add_argument("--beside", type=Path, help="directory that ai-dynamo-runtime is in")
     parser.add_argument("--repeats", type=int, default=2000, help="operations (default: 2000)")
     parser.add_argument("--streams", type=int, default=64, help="at a time (default: 64)")
-    parser.add_argument("--tokens", type=int, default=512, help="of an answer (default: 512)")
+    parser.add_argument("--tokens", type=int, default=1024, help="of an answer (default: 1024)")
     parser.add_argument(
         "--pace",
         type=float,
         nargs="+",
-        default=[20, 1, 0],
-        help="milliseconds from token to token of each stream (default: 20 1 0)",
+        default=[10, 2, 1, 0.5, 0],
+        help="milliseconds from token to token of each stream (default: 10 2 1 0.5 0)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one object a line instead of text")

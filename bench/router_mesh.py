@@ -207,7 +207,7 @@ class _Worker:
         """Steps for ever."""
         due = time.perf_counter()
         while True:
-            due += max(self.step_ms, 1) / 1e3
+            due += self.step_ms / 1e3
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             for queue, state in self.queues.items():
                 attempt, position, end = state
@@ -234,7 +234,7 @@ def _workers(pipe: Connection, count: int, step_ms: float) -> None:
         workers = [_Worker("prefill-0", "prefill", 0.0)]
         workers += [_Worker(f"decode-{i}", "decode", step_ms) for i in range(count)]
         pipe.send([await worker.start() for worker in workers])
-        steps = [asyncio.create_task(worker.run()) for worker in workers[1:]]
+        steps = [asyncio.create_task(worker.run()) for worker in workers[1:] if step_ms]
         await asyncio.to_thread(pipe.recv)
         for step in steps:
             step.cancel()
