@@ -2,6 +2,7 @@
 
 import random
 
+from msgspec.structs import replace
 from router_fakes import FORMAT, FakeDecode, FakePrefill, FakeRegistry
 
 from pdmesh.router.clients import WorkerClients
@@ -53,7 +54,7 @@ def test_a_snapshot_shows_each_change_as_soon_as_it_is_known():
         for _ in range(60):
             record = rng.choice(registry.records)
             name = record.instance
-            match rng.randrange(4):
+            match rng.randrange(5):
                 case 0:
                     view.add(
                         name, record.role, more := rng.randint(-1, 3), left := rng.randint(0, 9)
@@ -65,7 +66,10 @@ def test_a_snapshot_shows_each_change_as_soon_as_it_is_known():
                     view.note_poll(name, polls[name])
                 case 2:
                     registry.owned[record.worker_id] = set(PAGES[: rng.randint(0, 5)])
-                case 3:
+                case 3:  # told anew, with another pool
+                    place = registry.records.index(record)
+                    registry.records[place] = replace(record, capacity_pages=rng.randint(9, 99))
+                case 4:  # another process
                     place = registry.records.index(record)
                     kind = FakePrefill if record.role == "prefill" else FakeDecode
                     registry.records[place] = kind(record.worker_id, record.role).record()

@@ -37,7 +37,6 @@ class OutputText:
             The text that can be shown, and how many tokens were taken.
         """
         if not self._matcher.watching:
-            self._left -= len(tokens)
             return self._detokenizer.add(tokens), len(tokens)
         text = ""
         for count, token in enumerate(tokens, 1):
