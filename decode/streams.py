@@ -11,6 +11,7 @@ from functools import partial
 
 from pdmesh.decode.admission import check_stream, new_sequence
 from pdmesh.decode.adoption import Adoptions
+from pdmesh.decode.framing import Framer
 from pdmesh.decode.lease import LeaseEntry
 from pdmesh.decode.leases import Leases
 from pdmesh.decode.limits import DecodeLimits
@@ -58,6 +59,8 @@ class Streams:
     async def stream(self, request: StreamRequest) -> AsyncIterator[StreamItem]:
         """Waits for the pages, then yields the tokens of every step until the sequence ends.
 
+        Steps that the reader lets pile up come in one chunk; see ``framing``.
+
         It ends without a ``finish`` where the sequence has moved to another worker.
 
         Raises:
@@ -103,12 +106,18 @@ class Streams:
         entry.streaming = True
         try:
             sequence = await admit()
-            while (item := await sequence.queue.get()) is not None:
+            framer = Framer(sequence.queue)
+            while True:
+                item, parts = await framer.next()
+                if item is None:
+                    return
                 if isinstance(item, PdmeshError):
                     raise item
                 yield item
+                for part in parts:
+                    if part.token_ids:
+                        sequence.unread.remove(part)
                 if isinstance(item, TokenChunk) and item.token_ids:
-                    sequence.unread.remove(item)
                     self._handed_on(sequence, item)
                 if isinstance(item, TokenChunk) and item.finish is not None:
                     return

@@ -74,7 +74,8 @@ class Account:
             self._metrics.running.dec()
 
     def routed(self, run: Run, route: Route) -> None:
-        """An attempt has its workers."""
+        """An attempt has its workers. ``explain`` of the chooser knows why; DEBUG logs it."""
+        all_scores = log.isEnabledFor(logging.DEBUG)
         event(
             log,
             "routed",
@@ -84,7 +85,7 @@ class Account:
             prefill=route.prefill.worker_id,
             decode=route.decode.worker_id,
             wait=route.wait,
-            scores=route.explain(),
+            scores=route.explain(all_scores=all_scores),
         )
 
     @contextmanager
@@ -114,9 +115,8 @@ class Account:
             run.first_token_at = now
             if run.index == 0:
                 self._first_token(run, now)
-        else:
-            for _ in range(count):
-                self._metrics.inter_token_latency.observe((now - run.last_token_at) / count)
+        elif count:
+            self._metrics.inter_token_latency.observe((now - run.last_token_at) / count, count)
         run.last_token_at = now
 
     def failed(self, run: Run, failure: AttemptFailed) -> None:

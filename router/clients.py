@@ -44,7 +44,15 @@ DECIDE_TIMEOUT = 2.0
 DECIDE_WAITS = (0.05, 0.2, 0.8, 2.0)
 """Seconds between tries to tell a source what became of a handoff; it asks as well."""
 
+STREAM_AHEAD = 512
+"""Bytes that a worker may send in a call before the router reads them: enough for one answer, and
+for a few chunks of tokens. The rest waits at the worker, which merges it."""
+
 _ITEM = cast("type[StreamItem]", StreamItem)
+
+
+def _connect(address: str, service: str) -> Client:
+    return Client(address, service, ahead=STREAM_AHEAD)
 
 
 class Background:
@@ -231,7 +239,7 @@ class PrefillClient:
 class WorkerClients:
     """One channel to each worker instance; ``connect`` opens one to an address and a service."""
 
-    def __init__(self, connect: Callable[[str, str], Client] = Client) -> None:
+    def __init__(self, connect: Callable[[str, str], Client] = _connect) -> None:
         self.background = Background()
         self._connect = connect
         self._clients: dict[str, Client] = {}

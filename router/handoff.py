@@ -13,6 +13,7 @@ from types import TracebackType
 
 from pdmesh.kvtransfer.protocol import migration_gateway as gateway
 from pdmesh.router.account import Account
+from pdmesh.router.booking import Seat
 from pdmesh.router.clients import DecodeClient, WorkerClients
 from pdmesh.router.failure import AttemptFailed, blame
 from pdmesh.router.leases import HeldLease, release_all
@@ -20,7 +21,7 @@ from pdmesh.router.move import Move, farewell, within
 from pdmesh.router.run import Run
 from pdmesh.router.silence import Watched
 from pdmesh.router.stream import Delta
-from pdmesh.router.view import MeshView, Seat
+from pdmesh.router.view import MeshView
 from pdmesh.wire.admin import AnswerPhase, MoveState
 from pdmesh.wire.errors import DeadlineExceeded, PdmeshError
 from pdmesh.wire.handoff import (

@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from pdmesh.router.booking import Seat
 from pdmesh.router.handoff import LiveAnswer, Surroundings
 from pdmesh.router.leases import HeldLease
 from pdmesh.router.move import Move
 from pdmesh.router.policy import choose_target
 from pdmesh.router.run import Run
-from pdmesh.router.view import Seat
 from pdmesh.wire.errors import InvalidRequest, Overloaded, Unavailable
 from pdmesh.wire.messages import WorkerRecord
 

@@ -116,10 +116,12 @@ class Route:
     scores: Sequence[Score]
     wait: bool = False
     """Every decode worker is full: the request has to wait at this one."""
+    chosen: tuple[Score, ...] = ()
+    """Of the scores those of the two."""
 
-    def explain(self) -> str:
-        """All scores in one line."""
-        return " ".join(str(score) for score in self.scores)
+    def explain(self, *, all_scores: bool = True) -> str:
+        """All scores in one line, or those of the two that were chosen."""
+        return " ".join(str(score) for score in (self.scores if all_scores else self.chosen))
 
 
 def choose_route(facts: RequestFacts, snapshot: Snapshot, rng: random.Random) -> Route:
@@ -149,6 +151,7 @@ def choose_route(facts: RequestFacts, snapshot: Snapshot, rng: random.Random) ->
         decode=best_decode.candidate.record,
         tokens_to_compute=facts.num_prompt_tokens - best_prefill.owned_tokens,
         scores=(*prefill, *decode),
+        chosen=(best_prefill, best_decode),
         wait=best_decode.candidate.record.instance in facts.avoid.full,
     )
 
@@ -199,6 +202,8 @@ def usable(role: Role, facts: RequestFacts, candidates: Sequence[Candidate]) -> 
     """
     candidates = _large_enough(role, facts, candidates)
     avoid = facts.avoid
+    if candidates and not avoid.lost and not avoid.full:
+        return candidates
     alive = [c for c in candidates if c.record.instance not in avoid.lost]
     refused = [c for c in alive if c.record.instance in avoid.full]
     left = [c for c in alive if c.record.instance not in avoid.full]
@@ -217,13 +222,16 @@ def usable(role: Role, facts: RequestFacts, candidates: Sequence[Candidate]) -> 
 def _large_enough(
     role: Role, facts: RequestFacts, candidates: Sequence[Candidate]
 ) -> list[Candidate]:
-    def fits(record: WorkerRecord) -> bool:
-        page_size = record.page_format.page_size
-        if role == "decode":
-            return facts.decode_pages(page_size) <= record.capacity_pages
-        return facts.num_prompt_tokens <= record.capacity_pages * page_size
-
-    large = [candidate for candidate in candidates if fits(candidate.record)]
+    sizes = {candidate.record.page_format.page_size for candidate in candidates}
+    if role == "decode":
+        needs = {size: facts.decode_pages(size) for size in sizes}
+    else:
+        needs = {size: -(-facts.num_prompt_tokens // size) for size in sizes}
+    large = [
+        candidate
+        for candidate in candidates
+        if needs[candidate.record.page_format.page_size] <= candidate.record.capacity_pages
+    ]
     if candidates and not large:
         answers = f" for each of {facts.n} answers" if facts.n > 1 else ""
         raise InvalidRequest(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pdmesh.router.account import Account
 from pdmesh.router.admission import Admission
 from pdmesh.router.answers import Answers, Event, Finished
+from pdmesh.router.booking import Booking
 from pdmesh.router.chooser import Chooser
 from pdmesh.router.clients import WorkerClients
 from pdmesh.router.failure import AttemptFailed, blame
@@ -20,7 +21,7 @@ from pdmesh.router.policy import Route
 from pdmesh.router.request import GenerateRequest
 from pdmesh.router.run import Run
 from pdmesh.router.stream import Delta, GatewayStream, Limits
-from pdmesh.router.view import Booking, MeshView
+from pdmesh.router.view import MeshView
 from pdmesh.text.output import OutputText
 from pdmesh.text.tokenizer import Tokenizer
 from pdmesh.wire.errors import Overloaded, Unavailable

@@ -79,24 +79,30 @@ class GatewayStream:
         return Delta(self._index, text, taken, chunk.logprobs[seen : seen + len(taken)])
 
     def _append(self, ids: Sequence[int]) -> tuple[tuple[int, ...], str]:
-        for token in ids:  # all of them first: what is appended has to reach the client
-            if not 0 <= token < self._limits.vocab_size:
-                raise StreamBroken(f"token id {token} is outside the vocabulary")
-        start = len(self.tokens)
-        text = ""
-        for token in ids:
-            if token in self._limits.stop_ids:
-                self.finish = "stop"
-                break
-            self.tokens.append(token)
-            text += self._output.add(token)
-            if self._output.stopped:
-                self.finish = "stop"
-                break
-            if len(self.tokens) == self._limits.max_tokens:
-                self.finish = "length"
-                break
-        return tuple(self.tokens[start:]), text
+        """Tokens up to the end of the answer, and their text.
+
+        Raises:
+            StreamBroken: one of ``ids`` is impossible; none is taken, as all that is has to reach
+                the client.
+        """
+        if not ids:
+            return (), ""
+        least, most = min(ids), max(ids)
+        if least < 0 or most >= self._limits.vocab_size:
+            bad = least if least < 0 else most
+            raise StreamBroken(f"token id {bad} is outside the vocabulary")
+        room = self._limits.max_tokens - len(self.tokens)
+        wanted, end = tuple(ids[:room]), self._limits.stop_ids
+        ended = not end.isdisjoint(wanted)
+        if ended:
+            wanted = wanted[: next(i for i, token in enumerate(wanted) if token in end)]
+        text, count = self._output.add_up_to_stop(wanted)
+        self.tokens += wanted[:count]
+        if ended or self._output.stopped:
+            self.finish = "stop"
+        elif len(self.tokens) == self._limits.max_tokens:
+            self.finish = "length"
+        return wanted[:count], text
 
     def tail(self) -> str:
         """Text that was held back for a stop string or a character that did not come."""

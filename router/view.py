@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from pdmesh.router.booking import Booking
 from pdmesh.router.clients import WorkerClients
 from pdmesh.router.metrics import Metrics
 from pdmesh.router.pairing import Pairing
 from pdmesh.router.policy import Candidate, Route, Snapshot
 from pdmesh.router.prompt import PromptHashes
 from pdmesh.wire.errors import DeadlineExceeded, PdmeshError
+from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.logs import event
 from pdmesh.wire.messages import (
     PROTOCOL_VERSION,
@@ -40,7 +42,7 @@ class Registry(Protocol):
     @property
     def warm(self) -> bool: ...
 
-    def owned_prefix(self, worker_id: str, hashes: Sequence[bytes]) -> int: ...
+    def owned_prefixes(self, hashes: Sequence[bytes]) -> Mapping[str, int]: ...
 
     async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]: ...
 
@@ -53,62 +55,6 @@ class Polled:
 
     status: WorkerStatus
     own_requests: int
-
-
-class Seat:
-    """This router's load of one answer at the decode worker that generates it."""
-
-    def __init__(self, view: MeshView, instance: str) -> None:
-        self._view = view
-        self._instance = instance
-
-    def move(self, instance: str) -> None:
-        """From now on another worker has the load."""
-        self._view.add(self._instance, "decode", -1, 0)
-        self._instance = instance
-        self._view.add(instance, "decode", 1, 0)
-
-    def give_back(self) -> None:
-        """Called once."""
-        self._view.add(self._instance, "decode", -1, 0)
-
-
-class Booking:
-    """This router's load of one request at two workers, until it is given back.
-
-    At prefill it is one prompt, at decode one sequence for each answer.
-    """
-
-    def __init__(self, view: MeshView, route: Route, answers: int) -> None:
-        self._view = view
-        self._prefill: str | None = route.prefill.instance
-        self._decode = route.decode.instance
-        self._tokens = route.tokens_to_compute
-        self._answers = answers
-        view.add(route.prefill.instance, "prefill", 1, self._tokens)
-        view.add(self._decode, "decode", answers, 0)
-
-    def prefilled(self) -> None:
-        """Gives back the prefill worker's part; once is enough."""
-        if self._prefill is not None:
-            self._view.add(self._prefill, "prefill", -1, -self._tokens)
-            self._prefill = None
-
-    @contextmanager
-    def answer(self) -> Iterator[Seat]:
-        """One of the answers at decode, given back on leaving."""
-        self._answers -= 1
-        seat = Seat(self._view, self._decode)
-        try:
-            yield seat
-        finally:
-            seat.give_back()
-
-    def give_back(self) -> None:
-        """Gives back what is left; called once."""
-        self.prefilled()
-        if self._answers:
-            self._view.add(self._decode, "decode", -self._answers, 0)
 
 
 class MeshView:
@@ -129,6 +75,8 @@ class MeshView:
         self._model = model
         self._metrics = metrics
         self._polled: dict[str, Polled] = {}
+        self._seen: dict[str, Candidate] = {}
+        """What a prompt sees of which a worker owns nothing; left out where that has changed."""
         self._unreachable: set[str] = set()
         self._polling: dict[str, asyncio.Task[None]] = {}
         self._probes: dict[str, asyncio.Task[bool]] = {}
@@ -156,7 +104,7 @@ class MeshView:
 
     def candidates(self, role: Role, hashes: PromptHashes) -> tuple[Candidate, ...]:
         """The ready workers of one role as seen by a prompt with these page hashes."""
-        return tuple(self._candidate(record, hashes) for record in self.ready(role))
+        return tuple(self._seen_by(self.ready(role), hashes))
 
     async def look_up(self, hashes: PromptHashes) -> None:
         """Asks the store who has the prompt's pages, if the index here is behind; quick or not at
@@ -170,7 +118,10 @@ class MeshView:
 
     def snapshot(self, hashes: PromptHashes) -> Snapshot:
         """The ready workers as seen by a prompt with these page hashes."""
-        prefill, decode = self.candidates("prefill", hashes), self.candidates("decode", hashes)
+        ready = [r for r in self._registry.workers() if self._usable(r)]
+        seen = self._seen_by(ready, hashes)
+        prefill = tuple(c for c in seen if c.record.role == "prefill")
+        decode = tuple(c for c in seen if c.record.role == "decode")
         first = hashes.for_format(prefill[0].record.page_format)[:1] if prefill else ()
         return Snapshot(prefill=prefill, decode=decode, anchor=first[0] if first else b"")
 
@@ -181,16 +132,18 @@ class MeshView:
 
         ``besides`` are workers that need not be named.
         """
-        owned = hashes.for_format(chosen.page_format)
-        here = self._registry.owned_prefix(chosen.worker_id, owned)
+        owned = self._registry.owned_prefixes(hashes.for_format(chosen.page_format))
+        here = owned.get(chosen.worker_id, 0)
+        if not any(pages > here for pages in owned.values()):
+            return ()
         skip = {chosen.instance, *(record.instance for record in besides)}
         found = [
             PageSource(instance=r.instance, role=r.role, address=r.address, pages=pages)
             for r in self._registered()
-            if r.instance not in skip
+            if (pages := owned.get(r.worker_id, 0)) > here
+            and r.instance not in skip
             and r.page_format == chosen.page_format
             and self._speaks(r)
-            and (pages := self._registry.owned_prefix(r.worker_id, owned)) > here
         ]
         return tuple(sorted(found, key=lambda s: (-s.pages, s.instance))[:MOST_SOURCES])
 
@@ -199,10 +152,30 @@ class MeshView:
         records = self.ready("prefill") + self.ready("decode")
         return min([configured, *(record.max_context for record in records)])
 
-    def _candidate(self, record: WorkerRecord, hashes: PromptHashes) -> Candidate:
-        polled = self._polled.get(record.instance)
-        own = self._requests.get(record.instance, 0)
-        owned = hashes.for_format(record.page_format)
+    def _seen_by(self, records: Sequence[WorkerRecord], hashes: PromptHashes) -> list[Candidate]:
+        page_format: PageFormat | None = None
+        owned: Mapping[str, int] = {}
+        candidates = []
+        for record in records:
+            if record.page_format != page_format:  # nearly always that of the record before
+                page_format = record.page_format
+                owned = self._registry.owned_prefixes(hashes.for_format(page_format))
+            name = record.worker_id
+            pages = max(owned.get(name, 0), hashes.looked_up.get(name, 0))
+            candidates.append(self._candidate(record, pages))
+        return candidates
+
+    def _candidate(self, record: WorkerRecord, owned_pages: int) -> Candidate:
+        """From what was known at the last look, where nothing has changed."""
+        known = self._seen.get(record.instance)
+        if known is None or known.record is not record:
+            known = self._seen[record.instance] = self._look(record)
+        return replace(known, owned_pages=owned_pages) if owned_pages else known
+
+    def _look(self, record: WorkerRecord) -> Candidate:
+        """A worker that owns nothing of a prompt."""
+        instance = record.instance
+        polled = self._polled.get(instance)
         others, free, empty = 0, None, None
         if polled is not None:
             status = polled.status
@@ -211,12 +184,8 @@ class MeshView:
             free, empty = status.pool.free + status.pool.cached, status.pool.free
         return Candidate(
             record=record,
-            owned_pages=max(
-                self._registry.owned_prefix(record.worker_id, owned),
-                hashes.looked_up.get(record.worker_id, 0),
-            ),
-            own_requests=own,
-            own_tokens=self._tokens.get(record.instance, 0),
+            own_requests=self._requests.get(instance, 0),
+            own_tokens=self._tokens.get(instance, 0),
             other_requests=others,
             free_pages=free,
             empty_pages=empty,
@@ -269,6 +238,7 @@ class MeshView:
             counts[instance] = counts.get(instance, 0) + change
             if counts[instance] == 0:
                 del counts[instance]
+        self._seen.pop(instance, None)
         self._metrics.in_flight.labels(role).inc(requests)
 
     def in_flight(self, instance: str) -> int:
@@ -278,6 +248,11 @@ class MeshView:
     def polled(self) -> int:
         """Instances that have answered a poll."""
         return len(self._polled)
+
+    def note_poll(self, instance: str, polled: Polled) -> None:
+        """An instance has answered a poll."""
+        self._polled[instance] = polled
+        self._seen.pop(instance, None)
 
     def mark_lost(self, instance: str) -> None:
         """Stops routing to an instance at once."""
@@ -324,7 +299,7 @@ class MeshView:
             for instance, record in records.items():
                 if instance not in self._polling:
                     self._polling[instance] = asyncio.create_task(self._poll(record))
-            for known in (self._polled.keys(), self._unreachable, self._ignored):
+            for known in (self._polled, self._seen, self._unreachable, self._ignored):
                 for instance in set(known) - records.keys():
                     self._forget(instance)
             await self._clients.prune(records.keys() | self._polling.keys(), self._busy)
@@ -336,6 +311,7 @@ class MeshView:
 
     def _forget(self, instance: str) -> None:
         self._polled.pop(instance, None)
+        self._seen.pop(instance, None)
         self._unreachable.discard(instance)
         self._ignored.discard(instance)
 
@@ -352,7 +328,7 @@ class MeshView:
                 self._set_unreachable(record, "another process answers at its address")
             else:
                 self._unreachable.discard(record.instance)
-                self._polled[record.instance] = Polled(status, own)
+                self.note_poll(record.instance, Polled(status, own))
         finally:
             self._polling.pop(record.instance, None)
 

@@ -49,6 +49,10 @@ class Moving:
     """Output positions at which it moved."""
     decide = True
     """Whether it answers questions."""
+    lag: int = 0
+    """It reads on when more tokens than that wait for it, or no more will come for now."""
+    longest: int = 0
+    """Tokens of a chunk at most."""
 
     def __post_init__(self):
         self.loop = asyncio.get_running_loop()
@@ -114,12 +118,21 @@ class Moving:
                 await self.take(decode(encode(item), StreamItem))
                 if self.finish:
                     return None
+                if self.lag:
+                    await until(self._enough)
         await until(lambda: self.next, lambda: "the stream ended, and the answer did not")
         target = self.mesh.decodes[self.number(self.state.owner)]
         return target.worker.continue_(decode(encode(self.next), ContinueRequest))
 
+    def _enough(self):
+        sequence = self.sequence
+        if sequence is None or sequence.done or sequence.moving or sequence.stopping:
+            return True
+        return sum(len(chunk.token_ids) for chunk in sequence.unread) > self.lag
+
     async def take(self, item):
         if isinstance(item, TokenChunk):
+            self.longest = max(self.longest, len(item.token_ids))
             self.finish, self.drafted = item.finish, item.drafted
             if not item.token_ids and not item.finish:
                 await self.feed(g.ActiveArrived(item.attempt))

@@ -53,6 +53,11 @@ FORMAT = PageFormat(
 HUGE = 8_000_000
 
 
+def depth(owned: set[bytes], hashes: Sequence[bytes]) -> int:
+    """How many leading hashes are owned."""
+    return next((i for i, page in enumerate(hashes) if page not in owned), len(hashes))
+
+
 class FakeRegistry:
     """Membership and ownership that a test sets by hand."""
 
@@ -79,13 +84,8 @@ class FakeRegistry:
         here = [r for r in self.records if r.instance not in self.lost]
         return [r for r in here if r.worker_id in self.drained]
 
-    def owned_prefix(self, worker_id: str, hashes: Sequence[bytes]) -> int:
-        count = 0
-        for page in hashes:
-            if page not in self.owned.get(worker_id, set()):
-                break
-            count += 1
-        return count
+    def owned_prefixes(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        return {worker_id: depth(pages, hashes) for worker_id, pages in self.owned.items()}
 
     def mark_lost(self, instance: str) -> None:
         self.lost.append(instance)

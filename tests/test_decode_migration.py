@@ -106,6 +106,27 @@ async def test_an_answer_with_drafts_goes_there_and_back_and_there_again(arithme
         assert sum(side.worker.accepted for side in mesh.decodes) > 5
 
 
+@BOTH
+@pytest.mark.parametrize("lag", [1, 4, 1000])
+async def test_an_answer_whose_reader_is_behind_moves_and_is_the_same(arithmetic, lag):
+    """What waits is merged, and what the source still has goes along in the tail."""
+    prompt = prompt_of(2 * PAGE - 9)
+    options = {"arithmetic": arithmetic, "transport": "loopback"}
+    want = await unmoved(prompt, 50, options)
+    truth = {tuple(prompt[:PAGE]): want[0][0]}
+    async with rig(decodes=2, truth=truth, **options) as mesh:
+        (answer,) = await moving(
+            mesh, prompt, [(7, 1), (20, 0), (33, 1)], max_tokens=50, logprobs=2
+        )
+        answer.lag = lag
+        await answer.run()
+        assert told([answer]) == want
+        assert commits([answer]) == {"committed to decode1": 2, "committed to decode": 1}
+        assert answer.drafted == sum(side.worker.drafted for side in mesh.decodes)
+        assert answer.longest > 2, "more than a step gives"
+        await mesh.rest()
+
+
 KINDS = {
     "greedy": {},
     "sampled": {"temperature": 0.9, "top_p": 0.9, "seed": 7},

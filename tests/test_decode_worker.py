@@ -7,7 +7,7 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from worker_rig import PAGE, VOCAB, Options, Rig, prompt_of, reference, rig, until
+from worker_rig import PAGE, VOCAB, Answer, Options, Rig, prompt_of, reference, rig, until
 
 from pdmesh.kvtransfer.protocol.receiver import Phase
 from pdmesh.wire.errors import (
@@ -169,6 +169,30 @@ async def test_seeded_choices_go_on_where_an_attempt_broke_off():
         chunks = await mesh.read(longer, lease, first, sampling, output_offset=5)
         assert [first.token_ids[0], *(t for c in chunks for t in c.token_ids)] == whole.tokens[5:]
         assert chunks[0].position == 6
+
+
+async def test_a_reader_that_was_away_gets_the_steps_that_it_missed_at_once():
+    prompt = prompt_of(70)
+    truth = {tuple(prompt[:PAGE]): reference(prompt, 40)}
+    async with rig(arithmetic="exact", truth=truth) as mesh:
+        read_along = await mesh.ask(prompt, 40, logprobs=1)
+        sampling = SamplingParams(max_tokens=40, logprobs=1)
+        lease = await mesh.reserve(prompt, 40)
+        first = await mesh.compute(prompt, lease, sampling)
+        stream = mesh.decode.worker.stream(mesh.stream_request(prompt, lease, first, sampling))
+        chunks = [await anext(stream)]
+        await until(lambda: not mesh.decode.worker.running)
+        chunks += [chunk async for chunk in stream]
+        assert len(chunks) == 2
+        late = Answer(first, lease, chunks)
+        assert late.tokens == read_along.tokens
+        assert late.logprobs == read_along.logprobs
+        assert late.finish == read_along.finish
+        assert late.chunks[1].position == 1 + len(chunks[0].token_ids)
+        last = read_along.chunks[-1]
+        assert (chunks[1].drafted, chunks[1].accepted) == (last.drafted, last.accepted)
+        await mesh.release(lease)
+        await mesh.rest()
 
 
 # ---- refusals -----------------------------------------------------------------------------

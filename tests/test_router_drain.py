@@ -348,10 +348,7 @@ async def test_a_failover_names_who_has_the_pages_of_prompt_and_answer(tmp_path)
         answer = await moving.start(max_tokens=len(long))
         keeper = moving.decode[2]
 
-        def owned_prefix(worker_id, hashes):
-            return len(hashes) if worker_id == keeper.worker_id else 0
-
-        moving.mesh.registry.owned_prefix = owned_prefix
+        moving.mesh.registry.owned_prefixes = lambda hashes: {keeper.worker_id: len(hashes)}
         moving.prefer(1, load=200)
         await moving.move()
         async with asyncio.timeout(15):

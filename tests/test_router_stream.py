@@ -4,6 +4,8 @@ import random
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdmesh.router.stream import GatewayStream, Limits, StreamBroken
 from pdmesh.text.output import OutputText
@@ -109,3 +111,47 @@ def test_random_overlaps_and_attempts_give_the_answer_once():
             text += gate.take(chunk(start, WORDS[start : start + rng.randint(0, 5)], attempt)).text
         assert gate.tokens == WORDS
         assert text + gate.tail() == TOKENIZER.decode(WORDS)
+
+
+def answer_of(chunks, stops, max_tokens, stop_ids, min_tokens=0):
+    """What a client gets of an answer that comes in these chunks."""
+    limits = Limits(max_tokens, frozenset(stop_ids), TOKENIZER.vocab_size)
+    gate = GatewayStream(OutputText(TOKENIZER, stops, min_tokens), limits)
+    gate.begin_attempt()
+    deltas = [gate.take(c) for c in chunks]
+    text = "".join(delta.text for delta in deltas) + gate.tail()
+    ids = [token for delta in deltas for token in delta.token_ids]
+    assert ids == gate.tokens
+    return text, ids, [e for delta in deltas for e in delta.logprobs], gate.finish
+
+
+@given(
+    st.lists(st.sampled_from([*WORDS, *TOKENIZER.encode("\u00fc\U0001f600"), 1, 2]), max_size=40),
+    st.lists(st.integers(1, 12), min_size=1),
+    st.lists(st.sampled_from(["two", "e f", "\U0001f600", "n", " ten one"]), max_size=2),
+    st.integers(1, 45),
+    st.sets(st.sampled_from([1, 2, WORDS[4]])),
+    st.integers(0, 8),
+    st.booleans(),
+)
+def test_an_answer_is_the_same_however_its_tokens_are_split(
+    ids, sizes, stops, max_tokens, stop_ids, min_tokens, with_logprobs
+):
+    entries = tuple(TokenLogprobs(logprob=-float(i)) for i in range(len(ids)))
+
+    def split(sizes):
+        chunks, start = [], 0
+        while start < len(ids):
+            end = min(len(ids), start + sizes[len(chunks) % len(sizes)])
+            last = "length" if end == len(ids) else None
+            logprobs = entries[start:end] if with_logprobs else ()
+            chunks.append(chunk(start, ids[start:end], finish=last, logprobs=logprobs))
+            start = end
+        return chunks
+
+    rules = (stops, max_tokens, stop_ids, min_tokens)
+    one_by_one = answer_of(split([1]), *rules)
+    assert answer_of(split(sizes), *rules) == one_by_one
+    assert answer_of(split([100]), *rules) == one_by_one
+    assert one_by_one[1] == ids[: len(one_by_one[1])]
+    assert len(one_by_one[2]) == (len(one_by_one[1]) if with_logprobs else 0)

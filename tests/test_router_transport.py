@@ -13,16 +13,19 @@ import router_fakes as fakes
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from pdmesh.router.clients import WorkerClients
 from pdmesh.router.config import RouterConfig
 from pdmesh.router.server import Router, serve_router
 from pdmesh.wire import chat_pb2
 from pdmesh.wire.errors import ConfigError, UnknownModel, error_from_wire
+from pdmesh.wire.messages import StreamRequest
 from pdmesh.wire.rpc import (
     MAX_INTERNAL_MESSAGE,
     MAX_PUBLIC_MESSAGE,
     channel_options,
     server_options,
 )
+from pdmesh.wire.sampling import SamplingParams
 
 HEALTH = health_pb2.HealthCheckResponse
 
@@ -304,6 +307,32 @@ async def test_metrics_are_served_over_http(tmp_path):
         assert 'pdmesh_requests_total{outcome="length"} 1.0' in text
         assert "pdmesh_num_requests_running 0.0" in text
         assert "pdmesh_generation_tokens_total 4.0" in text
+
+
+async def test_what_the_router_has_not_read_of_a_stream_stays_at_the_worker():
+    worker = fakes.FakeDecode("decode-0", "decode", max_context=fakes.HUGE)
+    clients = WorkerClients()
+    decode = clients.decode(await worker.start())
+    request = StreamRequest(
+        lease_id="l",
+        generation=1,
+        request_id="r",
+        attempt=1,
+        token_ids=(5,),
+        first_token=6,
+        sampling=SamplingParams(max_tokens=100_000),
+    )
+    stream = decode.stream(request, 60)
+    assert (await anext(stream)).position == 1
+    async with asyncio.timeout(30):
+        before = -1
+        while worker.streamed != before:
+            before = worker.streamed
+            await asyncio.sleep(0.3)
+    assert worker.streamed < 30
+    await stream.aclose()
+    await clients.close()
+    await worker.server.stop(None)
 
 
 async def test_a_request_leaves_a_line_for_each_event_with_its_id(tmp_path, caplog):

@@ -38,7 +38,7 @@ async def test_every_worker_is_asked_before_one_is_waited_at(tmp_path):
         asked = [r for w in mesh.decode for r in w.seen(ReserveRequest)]
         assert sorted(r.wait_ms > 0 for r in asked) == [False, False, False, True]
         (request,) = worker.waiting
-        assert 50_000 < request.wait_ms < 59_000
+        assert 50_000 < request.wait_ms < 59_500  # gRPC rounds a timeout up
         assert mesh.router.metrics.value("pdmesh_num_requests_waiting") == 1
         assert mesh.prefill[0].seen(PrefillRequest) == []
         await asyncio.sleep(0.05)

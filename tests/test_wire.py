@@ -343,6 +343,37 @@ async def watched(address):
         await asyncio.gather(*carrying, return_exceptions=True)
 
 
+async def test_a_client_may_bound_what_is_sent_ahead_of_its_reading():
+    sent = 0
+
+    async def endless(_):
+        nonlocal sent
+        for sent in itertools.count():
+            yield TokenChunk(attempt=0, position=sent, token_ids=(sent % 9,) * 10)
+
+    async def big(_):
+        return TokenChunk(attempt=0, position=0, token_ids=tuple(range(10_000)))
+
+    methods = [Method("Endless", Empty, stream=endless), Method("Big", Empty, unary=big)]
+    server, address = await serve(methods)
+    client = Client(address, "test", ahead=512)
+    stream = client.stream("Endless", Empty(), TokenChunk)
+    assert (await anext(stream)).position == 0
+    async with asyncio.timeout(30):
+        before = -1
+        while sent != before:
+            before = sent
+            await asyncio.sleep(0.3)
+    assert sent < 30
+    positions = [(await anext(stream)).position for _ in range(100)]
+    assert positions == list(range(1, 101)), "it goes on as soon as it is read"
+    await stream.aclose()
+    larger = await client.unary("Big", Empty(), TokenChunk)
+    assert larger.token_ids == tuple(range(10_000)), "one message may be larger"
+    await client.close()
+    await server.stop(None)
+
+
 async def test_closing_a_stream_cancels_it_at_the_peer():
     ended = asyncio.Event()
 

@@ -22,8 +22,7 @@ class IncrementalDetokenizer:
 
     def add(self, ids: Iterable[int]) -> str:
         """The characters completed by ``ids``; may be empty."""
-        data = b"".join(self._tokenizer.token_bytes(token) for token in ids)
-        return self._decoder.decode(data)
+        return self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, ids)))
 
     def finish(self) -> str:
         """What an incomplete last character leaves: U+FFFD, or nothing."""

@@ -30,6 +30,21 @@ class OutputText:
         self._left -= 1
         return self._matcher.add(self._detokenizer.add((token,)), self._left <= 0)[0]
 
+    def add_up_to_stop(self, tokens: Sequence[int]) -> tuple[str, int]:
+        """As ``add`` for one after the other, as far as the one that completes a stop string.
+
+        Returns:
+            The text that can be shown, and how many tokens were taken.
+        """
+        if not self._matcher.watching:
+            return self._detokenizer.add(tokens), len(tokens)
+        text = ""
+        for count, token in enumerate(tokens, 1):
+            text += self.add(token)
+            if self.stopped:
+                return text, count
+        return text, len(tokens)
+
     def finish(self) -> str:
         """The rest, once no more tokens come; empty after a stop string."""
         if self.stopped:

@@ -45,6 +45,11 @@ class StopMatcher:
         self.hit: str | None = None
         """The stop string that was found; nothing is emitted from then on."""
 
+    @property
+    def watching(self) -> bool:
+        """Whether there is any stop string to look for."""
+        return bool(self._needles)
+
     def add(self, text: str, counts: bool = True) -> tuple[str, bool]:
         """The text that may be shown now, and whether a stop string was completed.
 

@@ -97,8 +97,14 @@ def page_hashes(
     """Hashes of the full pages of ``tokens``, in order; a last partial page has none."""
     hashes: list[PageHash] = []
     parent = root
-    for start in range(0, len(tokens) - page_size + 1, page_size):
-        parent = child_hash(key, parent, tokens[start : start + page_size])
+    count = len(tokens) // page_size * page_size
+    packed = struct.pack(f"<{count}I", *tokens[:count])
+    width = 4 * page_size
+    keyed = blake2b(key=key, digest_size=_HASH_BYTES)
+    for start in range(0, len(packed), width):
+        page = keyed.copy()  # the key is taken in once
+        page.update(b"page" + parent + packed[start : start + width])
+        parent = page.digest()
         hashes.append(parent)
     return hashes
 

@@ -48,4 +48,5 @@ def setup_logs(process: str, level: str = "INFO") -> None:
 
 def event(logger: logging.Logger, name: str, level: int = logging.INFO, **fields: object) -> None:
     """Logs one event with its fields, e.g. ``event(log, "prefill", request=rid, tokens=12)``."""
-    logger.log(level, name, extra={"fields": fields})
+    if logger.isEnabledFor(level):
+        logger.log(level, name, extra={"fields": fields})

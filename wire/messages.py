@@ -24,7 +24,7 @@ Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length"]
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Log-probability of a chosen token, and of the most likely ones at its position."""
 
     logprob: float
@@ -161,8 +161,11 @@ class StreamRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tenant: str = ""
 
 
-class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="tokens"):
-    """Decode to router: the tokens of one step of one sequence."""
+class TokenChunk(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="tokens", gc=False
+):
+    """Decode to router: tokens of one sequence, of one step or, where the router was behind, of
+    several that follow each other."""
 
     attempt: int
     position: int
@@ -177,6 +180,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """Draft tokens verified and accepted so far."""
     transfer_ms: float = 0.0
     step_ms: float = 0.0
+    """Of all the steps together."""
 
 
 class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

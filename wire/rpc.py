@@ -73,9 +73,16 @@ def server_options(max_message: int) -> list[tuple[str, int]]:
     ]
 
 
-def channel_options() -> list[tuple[str, int]]:
-    """gRPC channel options of every client in the mesh, the chat client included."""
+def channel_options(ahead: int | None = None) -> list[tuple[str, int]]:
+    """gRPC channel options of every client in the mesh, the chat client included.
+
+    Args:
+        ahead: bytes that a peer may send in one stream before they are read (its HTTP/2 window); a
+            larger message takes one round trip more. None: as many as the line can hold.
+    """
+    window = [("grpc.http2.lookahead_bytes", ahead), ("grpc.http2.bdp_probe", 0)] if ahead else []
     return [
+        *window,
         ("grpc.max_receive_message_length", MAX_INTERNAL_MESSAGE),
         ("grpc.max_send_message_length", MAX_INTERNAL_MESSAGE),
         ("grpc.enable_retries", 0),
@@ -172,12 +179,13 @@ class Client:
     Args:
         address: ``host:port``.
         service: the name given to ``add_service``.
+        ahead: see ``channel_options``.
     """
 
-    def __init__(self, address: str, service: str) -> None:
+    def __init__(self, address: str, service: str, ahead: int | None = None) -> None:
         self.address = address
         self._service = service
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options(ahead))
         self._metadata = ((VERSION_KEY, str(PROTOCOL_VERSION)),)
 
     async def unary(

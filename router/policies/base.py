@@ -84,6 +84,7 @@ def cheapest_of_each(
         decode=d.candidate.record,
         tokens_to_compute=facts.num_prompt_tokens - p.owned_tokens,
         scores=scores,
+        chosen=(p, d),
         wait=d.candidate.record.instance in facts.avoid.full,
     )
 

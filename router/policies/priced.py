@@ -166,6 +166,7 @@ class Priced:
             decode=d.candidate.record,
             tokens_to_compute=facts.num_prompt_tokens - p.owned,
             scores=Scores(rows),
+            chosen=(p.score(), d.score()),
             wait=d.candidate.record.instance in facts.avoid.full,
         )
 

@@ -1,0 +1,344 @@
+"""What a router costs: the index of prefixes, the choice of workers, whole decisions, streaming.
+
+    .venv/bin/python -P bench/router.py [PART ...] [--pages 1000 100000 1000000] [--json]
+
+Processor time of the router's process, which other work on the machine disturbs less than the
+clock; microseconds an operation, operations for each second of a core. Parts:
+
+    match       owners of a 64-page prompt in an index of 64 workers; beside it, in the same rounds
+                and in turn, the RadixTree of ai-dynamo-runtime with the same pages, where that is
+                installed (on the path, or in --beside DIR; its thread counts too)
+    choice      one choice among 64 prefill and 64 decode workers, every policy
+    decision    all that comes before the first call to a worker: the hashes of a prompt of 64
+                pages, the snapshot of 128 workers, the choice, its record, log line and booking
+    streaming   a whole router between a process of decode workers and a process of clients that
+                read as fast as they can. A pace of 0 ms is an answer that is there at once
+
+Chains of pages are owned to a random depth, by one worker each and every eighth by up to all, as
+prefixes that many share are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
+
+import router_mesh as mesh  # noqa: E402 - the path is set above
+from router_match import PROMPT_PAGES, WORKERS, Beside, Chain, chains, radix_tree  # noqa: E402
+
+from pdmesh.router.account import Account  # noqa: E402
+from pdmesh.router.chooser import Chooser  # noqa: E402
+from pdmesh.router.clients import WorkerClients  # noqa: E402
+from pdmesh.router.index import PrefixIndex  # noqa: E402
+from pdmesh.router.metrics import Metrics  # noqa: E402
+from pdmesh.router.policies import POLICY_NAMES, make_policy  # noqa: E402
+from pdmesh.router.policy import Candidate, RequestFacts, Snapshot  # noqa: E402
+from pdmesh.router.request import GenerateRequest  # noqa: E402
+from pdmesh.router.run import Run  # noqa: E402
+from pdmesh.router.server import settle  # noqa: E402
+from pdmesh.router.stream import GatewayStream, Limits  # noqa: E402
+from pdmesh.router.view import MeshView, Polled  # noqa: E402
+from pdmesh.text.output import OutputText  # noqa: E402
+from pdmesh.text.tokenizer import load_tokenizer  # noqa: E402
+from pdmesh.wire.hashes import page_hashes, root_hash  # noqa: E402
+from pdmesh.wire.messages import PoolStatus, Role, WorkerRecord, WorkerStatus  # noqa: E402
+from pdmesh.wire.sampling import SamplingParams  # noqa: E402
+
+PARTS = ("match", "choice", "decision", "streaming")
+PAGE_SIZE = mesh.FORMAT.page_size
+KEY = b"k" * 32
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table; what it is about, and numbers by name."""
+
+    part: str
+    case: str
+    values: dict[str, float]
+
+    def __str__(self) -> str:
+        return f"{self.case:<34}" + "  ".join(f"{k} {v:,.4g}" for k, v in self.values.items())
+
+
+def say(text: str) -> None:
+    """Progress, beside the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# ---- the index ----------------------------------------------------------------------------
+
+
+def match_rows(arguments: argparse.Namespace) -> Iterator[Row]:
+    """The index at each size."""
+    tree = radix_tree(arguments.beside)
+    if tree is None:
+        say("ai-dynamo-runtime is not installed: the index is measured alone")
+    for pages in arguments.pages:
+        rng = random.Random(arguments.seed)
+        index, other = PrefixIndex(), None if tree is None else Beside(tree())
+        asked: list[Chain] = []
+        say(f"building an index of {pages:,} pages")
+        for number, chain in enumerate(chains(pages, rng)):
+            for slot, depth in chain.depths.items():
+                index.apply(slot, 1, True, chain.pages[:depth])
+                if other is not None:
+                    other.apply(slot, chain.pages[:depth])
+            if number < 4096 or rng.random() < 0.05:
+                asked.append(chain)
+        rng.shuffle(asked)
+        settle()
+        yield _match_row(pages, index, other, asked[: arguments.repeats])
+
+
+def _match_row(pages: int, index: PrefixIndex, other: Beside | None, asked: list[Chain]) -> Row:
+    ours: list[float] = []
+    theirs: list[float] = []
+    for chain in asked[:50]:
+        assert index.match(chain.pages) == chain.depths
+        assert other is None or other.match(other.key(chain.pages)) == chain.depths
+    size = max(1, len(asked) // 10)
+    for start in range(0, len(asked), size):
+        prompts = [chain.pages for chain in asked[start : start + size]]
+        ours.append(cpu_us(index.match, prompts))
+        if other is not None:
+            theirs.append(cpu_us(other.match, [other.key(prompt) for prompt in prompts]))
+    values = {"us": statistics.median(ours), "bytes a page": index.size().bytes_per_page}
+    if theirs:
+        ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+        values |= {"RadixTree us": statistics.median(theirs), "RadixTree / ours": ratio}
+    return Row("match", f"{pages:,} pages, {WORKERS} workers", values)
+
+
+def cpu_us(work: Callable[[Any], object], items: Sequence[Any]) -> float:
+    """Processor time of one call, all threads, in microseconds."""
+    began = time.process_time()
+    for item in items:
+        work(item)
+    return (time.process_time() - began) / len(items) * 1e6
+
+
+# ---- choices and decisions ----------------------------------------------------------------
+
+
+def record(role: Role, number: int) -> WorkerRecord:
+    """Two workers of each role stand on one host."""
+    return WorkerRecord(
+        worker_id=f"{role}-{number}",
+        instance=f"instance-{role}-{number}",
+        role=role,
+        address=f"10.0.0.{number // 2}:{7000 + number}",
+        page_format=mesh.FORMAT,
+        model="tiny",
+        vocab_size=4096,
+        max_context=mesh.LARGE,
+        capacity_pages=100_000,
+    )
+
+
+def choice_rows(arguments: argparse.Namespace) -> Iterator[Row]:
+    """One choice among many workers, by each policy."""
+    rng = random.Random(arguments.seed)
+    records = {role: [record(role, i) for i in range(WORKERS)] for role in ("prefill", "decode")}
+    snapshots = [
+        Snapshot(
+            prefill=tuple(_candidate(r, rng) for r in records["prefill"]),
+            decode=tuple(_candidate(r, rng) for r in records["decode"]),
+            anchor=rng.randbytes(16),
+        )
+        for _ in range(50)
+    ]
+    facts = RequestFacts(num_prompt_tokens=PROMPT_PAGES * PAGE_SIZE + 1, max_tokens=1000)
+    for name in POLICY_NAMES:
+        policy = make_policy(name)
+        times = []
+        for i in range(arguments.repeats):
+            began = time.thread_time()
+            policy.choose(facts, snapshots[i % len(snapshots)], rng, i / 100)
+            times.append((time.thread_time() - began) * 1e6)
+        values = {"p50 us": percentile(times, 0.5), "p99 us": percentile(times, 0.99)}
+        yield Row("choice", name, values)
+
+
+def _candidate(known: WorkerRecord, rng: random.Random) -> Candidate:
+    return Candidate(
+        record=known,
+        owned_pages=rng.choice((0, 0, 0, rng.randint(0, PROMPT_PAGES))),
+        own_requests=rng.randint(0, 8),
+        own_tokens=rng.randint(0, 20_000),
+        other_requests=rng.randint(0, 8),
+        free_pages=rng.randint(0, 100_000),
+        empty_pages=rng.randint(0, 1000),
+    )
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+class Registered:
+    """A registry over the router's index."""
+
+    def __init__(self, records: Sequence[WorkerRecord], index: PrefixIndex) -> None:
+        self._records = list(records)
+        self._names = [r.worker_id for r in records]
+        self._index = index
+
+    def workers(self) -> list[WorkerRecord]:
+        return self._records
+
+    def draining(self) -> list[WorkerRecord]:
+        return []
+
+    def owned_prefixes(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        return {self._names[slot]: depth for slot, depth in self._index.match(hashes).items()}
+
+    def mark_lost(self, instance: str) -> None:
+        raise NotImplementedError
+
+
+async def decision_rows(arguments: argparse.Namespace) -> list[Row]:
+    """All that a router does for a request before it calls a worker."""
+    rng = random.Random(arguments.seed)
+    records = [record(role, i) for role in ("prefill", "decode") for i in range(WORKERS)]
+    index, root = PrefixIndex(), root_hash(KEY, mesh.FORMAT.fingerprint())
+    prompts = [tuple(rng.choices(range(4096), k=PROMPT_PAGES * PAGE_SIZE + 1)) for _ in range(64)]
+    for prompt in prompts:
+        pages = page_hashes(KEY, root, prompt, PAGE_SIZE)
+        for slot in rng.sample(range(len(records)), rng.randint(1, 6)):
+            index.apply(slot, 1, True, pages[: rng.randint(1, PROMPT_PAGES)])
+    for chain in chains(max(arguments.pages), rng):
+        for slot, depth in chain.depths.items():
+            index.apply(slot, 1, True, chain.pages[:depth])
+    metrics = Metrics()
+    view = MeshView(Registered(records, index), WorkerClients(), "tiny", metrics)
+    for known in records:
+        view.note_poll(known.instance, Polled(_status(known), 0))
+    chooser = Chooser(rng, time.monotonic)
+    account = Account(metrics, time.monotonic)
+    gate = GatewayStream(
+        OutputText(load_tokenizer(mesh.MODEL), ()), Limits(1000, frozenset(), 4096)
+    )
+
+    def decide(number: int) -> None:
+        request = GenerateRequest(
+            request_id=f"request-{number}",
+            token_ids=prompts[number % len(prompts)],
+            sampling=SamplingParams(max_tokens=1000),
+            tenant="",
+            received=0.0,
+            deadline=1e12,
+        )
+        run = Run(request, 0, gate, KEY, (), time.monotonic)
+        run.begin_attempt()
+        route = chooser.choose(run, 1, view.snapshot(run.hashes))
+        account.routed(run, route)
+        with view.book(route):
+            pass
+
+    settle()
+    for number in range(50):
+        decide(number)
+    each = cpu_us(decide, range(arguments.repeats))
+    values = {"us": each, "a second and core": 1e6 / each}
+    return [Row("decision", f"{PROMPT_PAGES} pages, {2 * WORKERS} workers", values)]
+
+
+def _status(known: WorkerRecord) -> WorkerStatus:
+    pool = PoolStatus(
+        total=100_000, free=50_000, reserved=0, used=10_000, cached=40_000, quarantined=0
+    )
+    return WorkerStatus(
+        worker_id=known.worker_id,
+        instance=known.instance,
+        role=known.role,
+        state="ready",
+        page_format=known.page_format,
+        pool=pool,
+        queued=1,
+        running=2,
+    )
+
+
+# ---- streaming ----------------------------------------------------------------------------
+
+
+def streaming_rows(arguments: argparse.Namespace) -> Iterator[Row]:
+    """A router between processes."""
+    for pace in arguments.pace:
+        say(f"{arguments.streams} streams of {arguments.tokens} tokens, one every {pace:g} ms")
+        load = mesh.Load(arguments.streams, arguments.tokens, pace)
+        done = asyncio.run(mesh.measure(load, workers=2))
+        values = {
+            "tokens a second and core": done.tokens_per_core,
+            "tokens a message": done.per_message,
+            "messages a second and core": done.messages / done.router_s,
+            "cores": done.busy,
+        }
+        if pace:
+            values["between messages / pace"] = done.gap_ms / pace
+        yield Row("streaming", f"{load.streams} streams, {pace:g} ms a token", values)
+
+
+# ---- all ----------------------------------------------------------------------------------
+
+
+def rows(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
+    """The lines of one part, as they come."""
+    if part == "match":
+        yield from match_rows(arguments)
+    elif part == "choice":
+        yield from choice_rows(arguments)
+    elif part == "decision":
+        yield from asyncio.run(decision_rows(arguments))
+    else:
+        yield from streaming_rows(arguments)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
+    )
+    parser.add_argument(
+        "--pages", type=int, nargs="+", default=[1000, 100_000], help="sizes of the index"
+    )
+    parser.add_argument("--beside", type=Path, help="directory that ai-dynamo-runtime is in")
+    parser.add_argument("--repeats", type=int, default=2000, help="operations (default: 2000)")
+    parser.add_argument("--streams", type=int, default=64, help="at a time (default: 64)")
+    parser.add_argument("--tokens", type=int, default=1024, help="of an answer (default: 1024)")
+    parser.add_argument(
+        "--pace",
+        type=float,
+        nargs="+",
+        default=[10, 2, 1, 0.5, 0],
+        help="milliseconds from token to token of each stream (default: 10 2 1 0.5 0)",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="one object a line instead of text")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are: {', '.join(PARTS)}")
+    for part in arguments.parts or PARTS:
+        if not arguments.json:
+            print(f"{part}:")
+        for row in rows(part, arguments):
+            print(json.dumps(asdict(row)) if arguments.json else f"  {row}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Pages and their owners for a measurement of indexes, and the index to compare with."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WORKERS = 64
+"""Of each role."""
+PROMPT_PAGES = 64
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A prompt's pages, and how many of them each worker owns."""
+
+    pages: list[bytes]
+    depths: dict[int, int]
+
+
+def chains(pages: int, rng: random.Random) -> Iterator[Chain]:
+    """Prompts until ``pages`` different pages are owned by somebody."""
+    made = 0
+    for number in range(pages):
+        if made >= pages:
+            return
+        count = rng.randint(1, WORKERS) if number % 8 == 0 else 1
+        owners = rng.sample(range(WORKERS), count)
+        depths = {slot: rng.randint(1, PROMPT_PAGES) for slot in owners}
+        made += max(depths.values())
+        yield Chain([rng.randbytes(16) for _ in range(PROMPT_PAGES)], depths)
+
+
+def radix_tree(directory: Path | None) -> Callable[[], Any] | None:
+    """Dynamo's, or None where it cannot be imported."""
+    if directory is not None:
+        sys.path.append(str(directory))
+    try:
+        tree: Callable[[], Any] = importlib.import_module("dynamo._core").RadixTree
+    except (ImportError, AttributeError):
+        return None
+    return tree
+
+
+class Beside:
+    """Dynamo's tree of prefixes, told the same; its hashes are 64 bits wide."""
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+        self._events = 0
+
+    def apply(self, slot: int, pages: Sequence[bytes]) -> None:
+        keys = self.key(pages)
+        blocks = [{"block_hash": key, "tokens_hash": key} for key in keys]
+        self._events += 1
+        stored = {"stored": {"parent_hash": None, "blocks": blocks}}
+        told = {"event_id": self._events, "data": stored}
+        self._tree.apply_event(slot, json.dumps(told).encode())
+
+    @staticmethod
+    def key(pages: Sequence[bytes]) -> list[int]:
+        return [int.from_bytes(page[:8], "little") >> 1 for page in pages]
+
+    def match(self, keys: list[int]) -> dict[int, int]:
+        found = self._tree.find_matches(keys).scores
+        return {worker[0]: depth for worker, depth in found.items()}
