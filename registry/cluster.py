@@ -63,9 +63,8 @@ def slot_of(command: Command) -> int:
     return key_slot(key if isinstance(key, bytes) else str(key).encode())
 
 
-@dataclass(eq=False)
+@dataclass
 class _Node:
-    endpoint: Endpoint
     client: Any
     busy: int = 0
     """Calls under way: it is not closed meanwhile."""
@@ -149,10 +148,8 @@ class Cluster:
             slot = slot_of(commands[i])
             if (node := asked or self._slots[slot]) is None:
                 self._doubt = True
-                found[i] = (
-                    self._seed,
-                    exceptions.ClusterDownError(f"no node holds slot {slot}"),
-                )
+                error = exceptions.ClusterDownError(f"no node holds slot {slot}")
+                found[i] = (self._seed, error)
             else:
                 batches.setdefault(node, []).append((i, commands[i], asked is not None))
         for answers in await asyncio.gather(*(self._send(n, b) for n, b in batches.items())):
@@ -216,7 +213,7 @@ class Cluster:
 
     def _node(self, endpoint: Endpoint) -> _Node:
         if endpoint not in self._nodes:
-            self._nodes[endpoint] = _Node(endpoint, self._connect(endpoint))
+            self._nodes[endpoint] = _Node(self._connect(endpoint))
         return self._nodes[endpoint]
 
 
