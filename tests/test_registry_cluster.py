@@ -8,6 +8,8 @@ from redis import exceptions
 from redis.crc import key_slot
 
 from pdmesh.registry.cluster import Cluster, read_slots, slot_of, verdict
+from pdmesh.registry.feed import read_position
+from pdmesh.registry.layout import pack_group
 from pdmesh.registry.store import PageCall, Store, StoreUnavailable
 
 A, B, C = ("10.0.0.1", 7000), ("10.0.0.2", 7000), ("10.0.0.3", 7000)
@@ -280,6 +282,55 @@ async def test_while_a_slot_is_between_two_nodes_one_key_is_found_and_more_are_t
         await store.one(call)
     end_move(slot, source, target)
     assert await store.one(call) == [b"SAME"]
+    await store.close()
+
+
+async def test_what_empties_a_bucket_of_a_slot_that_is_moving_away_is_done_whole(servers):
+    source, target = cluster(servers, 2)
+    mesh = next(m for m in map(str, range(100)) if key_slot(f"{m}:0".encode()) < 8_192)
+    store = Store(f"{source.url}?cluster=true", mesh)
+    await store.one(PageCall("fence", 0, (), (1, 7)))
+    buckets, marks = (4, 5), (pack_group(4, [b"page--1"]), pack_group(5, [b"page--2"]))
+    assert await store.one(PageCall("publish", 0, buckets, (1, 7, 1, *marks))) == [b"OK"]
+    begin_move(key_slot(store.keys.partition(0)[0].encode()), source, target)
+    assert await store.one(PageCall("evict", 0, buckets, (1, 7, 2, *marks))) == [b"OK"]
+    position = read_position(await store.one(PageCall("position", 0)))
+    assert (position.rows[1].seq, position.rows[1].pages, position.rows[1].xor) == (2, 0, 0)
+    assert not position.bitmap.strip(b"\0")
+    await store.close()
+
+
+async def test_dead_records_of_a_slot_that_is_moving_away_are_swept(servers):
+    source, target = cluster(servers, 2)
+    mesh = next(m for m in map(str, range(100)) if key_slot(f"{m}:0".encode()) < 8_192)
+    store = Store(f"{source.url}?cluster=true", mesh)
+    await store.one(PageCall("fence", 0, (), (1, 7)))
+    await store.one(PageCall("publish", 0, (4,), (1, 7, 1, pack_group(4, [b"page--1"]))))
+    await store.one(PageCall("fence", 0, (), (1, 8)))
+    begin_move(key_slot(store.keys.partition(0)[0].encode()), source, target)
+    assert await store.one(PageCall("sweep", 0, (4,), (4,))) == 1
+    position = read_position(await store.one(PageCall("position", 0)))
+    assert not position.bitmap.strip(b"\0")
+    await store.close()
+
+
+async def test_a_worker_registers_again_while_the_control_slot_is_moving_away(servers):
+    source, target = cluster(servers, 2)
+    mesh = next(m for m in map(str, range(100)) if key_slot(f"{m}:ctl".encode()) < 8_192)
+    store = Store(f"{source.url}?cluster=true", mesh)
+
+    async def register(worker: str) -> int:
+        answer = await store.call(
+            "register", worker, "instance", b"record", 60_000, "ready", 1, "inc", "16.8", 0
+        )
+        assert answer[0] == b"OK"
+        return int(answer[1])
+
+    epoch = await register("left")
+    first = await register("stays")
+    assert await store.call("deregister", "left", epoch) == [b"OK"]
+    begin_move(key_slot(store.keys.events.encode()), source, target)
+    assert await register("stays") > first
     await store.close()
 
 
