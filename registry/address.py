@@ -13,8 +13,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import redis.asyncio
-from redis.asyncio.cluster import RedisCluster
-from redis.asyncio.connection import ConnectionPool, SSLConnection, parse_url
+from redis.asyncio.connection import ConnectionPool, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -46,22 +45,21 @@ class Address:
     layout: Layout
     options: dict[str, Any]
 
-    def client(self) -> Any:
-        """A client; connects when it is first used.
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """Host and port."""
+        return self.options.get("host", "localhost"), self.options.get("port", 6379)
 
-        A call is tried once: who calls knows better when to try again. Only the client of a cluster
-        looks again where a key lies, a few times.
+    def client(self, endpoint: tuple[str, int] | None = None) -> Any:
+        """A client of the server, or of another node of its cluster; connects when first used.
+
+        A call is tried once: who calls knows better when to try again.
         """
         options = dict(self.options)
-        if not self.cluster:
-            retry = Retry(NoBackoff(), 0)
-            pool = ConnectionPool(**options, retry=retry)
-            return redis.asyncio.Redis(connection_pool=pool)
-        if options.pop("connection_class", None) is SSLConnection:
-            options["ssl"] = True
-        return RedisCluster(
-            **options, retry=Retry(NoBackoff(), 3), require_full_coverage=False, max_connections=256
-        )
+        if endpoint is not None:
+            options["host"], options["port"] = endpoint
+        pool = ConnectionPool(**options, retry=Retry(NoBackoff(), 0))
+        return redis.asyncio.Redis(connection_pool=pool)
 
 
 def parse_address(url: str) -> Address:
@@ -81,6 +79,8 @@ def parse_address(url: str) -> Address:
             options.setdefault("socket_keepalive", True)
         elif cluster:
             raise ValueError("a cluster has no unix:// address")
+        if cluster and options.get("db"):
+            raise ValueError("a cluster has database 0 alone")
         options.setdefault("socket_timeout", ANSWER_TIMEOUT_S)
         options |= {"decode_responses": False, "protocol": 2}
         ConnectionPool(**options)

@@ -12,6 +12,8 @@
 --   7 worker  hash    epoch, instance, state, slot, record; expires with the lease
 --
 -- Every change checks the worker's epoch: a stale one changes nothing and is answered FENCED.
+-- A key that a call has emptied is not touched again by it, but after reap: in a slot that is moving
+-- away this ends the call in the middle. What reap did is whole by then.
 
 local VERSION = '@VERSION@'
 local MAX_EVENTS = 20000
@@ -119,7 +121,6 @@ local function register(keys, args)
   local last = tonumber(redis.call('HGET', keys[1], 'epoch') or '0')
   local epoch = text(math.max(last + 1, tonumber(args[9]) + 1, now_us()))
   redis.call('HSET', keys[1], 'epoch', epoch)
-  redis.call('DEL', keys[7])
   redis.call('HSET', keys[7], 'epoch', epoch, 'instance', instance, 'state', state, 'slot', slot,
     'record', record)
   touch(keys, id, epoch, state, slot, ttl)

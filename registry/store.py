@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 from redis import exceptions
 
 from pdmesh.registry.address import parse_address
+from pdmesh.registry.cluster import Cluster, Command
 from pdmesh.registry.keys import Keys
 from pdmesh.registry.layout import Layout
 from pdmesh.registry.roster import Member, Roster, WorkerState, read_record, read_roster
@@ -30,8 +31,6 @@ _OF_A_CLUSTER = (
     exceptions.ClusterDownError,
     exceptions.ClusterCrossSlotError,
 )
-_AT_A_TIME = 64
-"""Commands under way to a cluster."""
 _EVENTS_AT_A_TIME = 500
 
 
@@ -73,31 +72,41 @@ class Store:
         self.where = address.where
         self.layout: Layout = address.layout
         """What a new mesh gets; an old one has the layout that its roster says."""
-        self._cluster = address.cluster
-        self._redis: Any = address.client()
-        self._room = asyncio.Semaphore(_AT_A_TIME)
+        self._cluster: Cluster | None = None
+        self._redis: Any = None
+        if address.cluster:
+            self._cluster = Cluster(address.endpoint, address.client)
+        else:
+            self._redis = address.client()
 
     @property
     def waits(self) -> bool:
         """Whether ``read`` can wait for an event."""
-        return not self._cluster
+        return self._cluster is None
 
     async def close(self) -> None:
         """Closes all connections."""
-        await self._redis.aclose()
-        if not self._cluster:
+        if self._cluster is not None:
+            await self._cluster.close()
+        else:
+            await self._redis.aclose()
             await self._redis.connection_pool.disconnect()
 
     async def execute(self, *command: str | bytes | int) -> Any:
-        """One plain command."""
+        """One plain command; in a cluster one that ``cluster.slot_of`` understands."""
         with self._mapped_errors():
-            return await self._redis.execute_command(*command)
+            if self._cluster is None:
+                return await self._redis.execute_command(*command)
+            (answer,) = await self._cluster.answers([command])
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
     async def load(self) -> None:
         """Loads the functions, on every primary of a cluster."""
         with self._mapped_errors():
-            if self._cluster:
-                await self._redis.function_load(_library()[1], replace=True)
+            if self._cluster is not None:
+                await self._cluster.load(_library()[1])
             else:
                 await self._redis.execute_command("FUNCTION", "LOAD", "REPLACE", _library()[1])
 
@@ -168,7 +177,7 @@ class Store:
         Waits ``block_ms`` for the first event, but not if the store is a cluster. There a stream
         that does not answer is left out; all of them, and it is StoreUnavailable.
         """
-        if self._cluster:
+        if self._cluster is not None:
             found = await self._all([self._xread({k: i}, 0) for k, i in cursors.items()])
             answers = [a for a in found if not isinstance(a, StoreUnavailable)]
             if found and not answers:
@@ -176,22 +185,22 @@ class Store:
             return {k: e for answer in answers for k, e in _streams(answer)}
         return dict(_streams(await self.execute(*self._xread(cursors, block_ms))))
 
-    def _xread(self, cursors: Mapping[str, str], block_ms: int) -> tuple[str | bytes | int, ...]:
+    def _xread(self, cursors: Mapping[str, str], block_ms: int) -> Command:
         wait: tuple[str | int, ...] = ("BLOCK", block_ms) if block_ms else ()
         count = ("COUNT", _EVENTS_AT_A_TIME)
         return ("XREAD", *count, *wait, "STREAMS", *cursors.keys(), *cursors.values())
 
-    def _page_command(self, call: PageCall) -> tuple[str | bytes | int, ...]:
+    def _page_command(self, call: PageCall) -> Command:
         keys = self.keys.partition(call.partition)
         keys += [self.keys.bucket(call.partition, bucket) for bucket in call.buckets]
         kind = "FCALL_RO" if call.name in READ_ONLY else "FCALL"
         return (kind, f"pdmesh_{call.name}_{_library()[0]}", len(keys), *keys, *call.args)
 
-    async def _all(self, commands: Sequence[tuple[str | bytes | int, ...]]) -> list[Any]:
+    async def _all(self, commands: Sequence[Command]) -> list[Any]:
         if not commands:
             return []
-        if self._cluster:
-            return await asyncio.gather(*(self._alone(command) for command in commands))
+        if self._cluster is not None:
+            return [self._judged(answer) for answer in await self._cluster.answers(commands)]
         try:
             with self._mapped_errors():
                 pipeline = self._redis.pipeline(transaction=False)
@@ -201,13 +210,6 @@ class Store:
         except StoreUnavailable as error:
             return [error] * len(commands)
         return [self._judged(answer) for answer in answers]
-
-    async def _alone(self, command: tuple[str | bytes | int, ...]) -> Any:
-        try:
-            async with self._room:
-                return await self.execute(*command)
-        except StoreUnavailable as error:
-            return error
 
     def _judged(self, answer: Any) -> Any:
         if not isinstance(answer, Exception):
@@ -230,19 +232,6 @@ class Store:
             raise ConfigError(f"the store at {self.where} forbids a command: {error}") from error
         except exceptions.ResponseError as error:
             raise self._refusal(error) from error
-        except exceptions.RedisClusterException as error:
-            if "cluster mode is not enabled" in str(error).lower():
-                raise ConfigError(
-                    f"the store at {self.where} is no cluster; leave cluster=true out of its URL"
-                ) from error
-            raise StoreUnavailable(f"the store at {self.where} does not answer: {error}") from error
-
-        except (AttributeError, KeyError, IndexError, RuntimeError) as error:
-            # The client of a cluster closes connections, after a move of slots, that other tasks
-            # are about to write to: they find no writer.
-            if not self._cluster:
-                raise
-            raise StoreUnavailable(f"the store at {self.where} was reconnected: {error}") from error
 
     def _refusal(self, error: exceptions.ResponseError) -> Exception:
         text = str(error)
@@ -256,7 +245,11 @@ class Store:
             )
         if "noauth" in lowered or "wrongpass" in lowered:
             return ConfigError(f"the store at {self.where} refuses the login: {text}")
-        if isinstance(error, _OF_A_CLUSTER) and not self._cluster:
+        if "cluster support disabled" in lowered:
+            return ConfigError(
+                f"the store at {self.where} is no cluster; leave cluster=true out of its URL"
+            )
+        if isinstance(error, _OF_A_CLUSTER) and self._cluster is None:
             return ConfigError(
                 f"the store at {self.where} is a cluster ({text}); add cluster=true to its URL"
             )

@@ -408,10 +408,14 @@ class Mesh:
 
     async def at_rest(self) -> None:
         """Waits until nothing is booked or leased; fails if that does not come."""
-        async with asyncio.timeout(10):
-            await self.router.clients.background.finish()
-            while self.bookings() or any(w.leases for w in self.decode):
-                await asyncio.sleep(0.005)
+        try:
+            async with asyncio.timeout(10):
+                await self.router.clients.background.finish()
+                while self.bookings() or any(w.leases for w in self.decode):
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            leases = {w.worker_id: w.leases for w in self.decode if w.leases}
+            raise AssertionError(f"{self.bookings()} bookings, leases {leases}") from None
         for worker in self.workers:
             assert self.router.view.in_flight(worker.instance) == 0
 

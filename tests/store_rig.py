@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -288,10 +289,15 @@ class Crowd:
         await until(self._agreed, "store and workers agree")
         for view in self.views:
             await until(lambda view=view: view.warm and self.seen(view), "a router knows all")
-            for churn in self.churns.values():
+            for name, churn in self.churns.items():
                 for hashes, size in churn.prompts()[:5]:
-                    found = await view.lookup(hashes, budget_s=30)
-                    assert found.get(churn.lease.record.worker_id, 0) == size
+                    await until(
+                        partial(self._looked_up, view, name, hashes, size), "the store knows it too"
+                    )
+
+    async def _looked_up(self, view: RegistryView, name: str, hashes, size: int) -> bool:
+        """Not at once: a worker may just have registered again, unknown to the router yet."""
+        return (await view.lookup(hashes, budget_s=30)).get(name, 0) == size
 
     def seen(self, view: RegistryView) -> bool:
         return all(

@@ -1,7 +1,6 @@
 """What a Redis URL may say, and tickers."""
 
 import pytest
-from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.connection import SSLConnection
 
 from pdmesh.registry.address import check_url, parse_address, redacted
@@ -33,14 +32,16 @@ def test_a_cluster_is_asked_for_and_gets_more_partitions():
     assert plain.layout.partitions == 16
     assert cluster.cluster
     assert cluster.layout.partitions == 256
-    assert isinstance(cluster.client(), RedisCluster)
 
 
-def test_a_cluster_with_tls_and_credentials_makes_a_client():
+def test_every_node_of_a_cluster_gets_the_tls_and_the_credentials_of_the_url():
     url = "rediss://user:word@h:7000?cluster=true&ssl_cert_reqs=none&ssl_check_hostname=false"
-    client = parse_address(url).client()
-    assert client.connection_kwargs["username"] == "user"
-    assert issubclass(client.connection_kwargs["connection_class"], SSLConnection)
+    address = parse_address(url)
+    assert address.endpoint == ("h", 7000)
+    pool = address.client(("other", 7001)).connection_pool
+    assert issubclass(pool.connection_class, SSLConnection)
+    assert pool.connection_kwargs["username"] == "user"
+    assert (pool.connection_kwargs["host"], pool.connection_kwargs["port"]) == ("other", 7001)
 
 
 def test_partitions_and_pages_lay_a_new_mesh_out():
@@ -57,6 +58,11 @@ def test_partitions_and_pages_lay_a_new_mesh_out():
 def test_a_wrong_option_is_one_sentence(query):
     with pytest.raises(ConfigError, match=r"not understood|power of two"):
         check_url(f"redis://:word@h?{query}")
+
+
+def test_a_cluster_with_a_database_is_refused():
+    with pytest.raises(ConfigError, match="database 0"):
+        check_url("redis://h/3?cluster=true")
 
 
 def test_a_cluster_by_unix_socket_is_refused():

@@ -1,7 +1,6 @@
 """What happens to leases, page lists and routers when real servers and workers fail."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -9,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from store_rig import PASSWORD, Churn, Crowd, Proxy, Server, free_port, record, until
+from cluster_rig import cluster, move_slot
+from store_rig import Churn, Crowd, Proxy, record, until
 
 from pdmesh.registry.client import RegistryView
 from pdmesh.registry.keys import Keys
@@ -18,18 +18,6 @@ from pdmesh.registry.store import Store, read_members
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = [1, pytest.param(5, marks=pytest.mark.full)]
-
-
-@pytest.fixture
-def servers(tmp_path):
-    with contextlib.ExitStack() as stack:
-
-        def make(name: str, **config: str) -> Server:
-            server = Server(tmp_path / name, **config)
-            stack.callback(server.kill)
-            return server.start()
-
-        yield make
 
 
 @pytest.fixture
@@ -274,40 +262,6 @@ async def test_a_killed_worker_leaves_no_route_and_its_records_are_fenced(watche
     await store.close()
 
 
-def cluster(servers, count: int) -> list[Server]:
-    """A Redis Cluster of so many primaries; the slots are shared evenly."""
-    ports = [str(free_port()) for _ in range(count)]
-    nodes = [
-        servers(f"n{i}", cluster_enabled="yes", cluster_port=port) for i, port in enumerate(ports)
-    ]
-    for i, node in enumerate(nodes):
-        low, high = 16_384 * i // count, 16_384 * (i + 1) // count - 1
-        node.do("CLUSTER", "ADDSLOTSRANGE", low, high)
-        node.do("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, ports[0])
-    for node in nodes:
-        node.wait(
-            lambda n=node: (
-                f"cluster_known_nodes:{count}" in str(n.do("CLUSTER", "INFO"))
-                and "cluster_state:ok" in str(n.do("CLUSTER", "INFO"))
-            ),
-            "the cluster is one",
-        )
-    return nodes
-
-
-def move_slot(slot: int, source: Server, target: Server) -> None:
-    """What a resharding does with one slot."""
-    here, there = (node.do("CLUSTER", "MYID").decode() for node in (source, target))
-    target.do("CLUSTER", "SETSLOT", slot, "IMPORTING", here)
-    source.do("CLUSTER", "SETSLOT", slot, "MIGRATING", there)
-    while keys := source.do("CLUSTER", "GETKEYSINSLOT", slot, 3):
-        source.do(
-            *("MIGRATE", "127.0.0.1", target.port, "", 0, 5_000, "AUTH", PASSWORD, "KEYS"), *keys
-        )
-    for node in (target, source):
-        node.do("CLUSTER", "SETSLOT", slot, "NODE", there)
-
-
 @pytest.mark.parametrize("partitions", [8, pytest.param(64, marks=pytest.mark.full)])
 async def test_a_cluster_moves_its_slots_while_workers_publish(servers, partitions):
     nodes = cluster(servers, 2)
@@ -329,12 +283,3 @@ async def test_a_cluster_moves_its_slots_while_workers_publish(servers, partitio
         await busy_for(crowd)
         await crowd.converges()
         assert names(late) == ["decode-0", "decode-1"]
-
-
-async def test_functions_are_loaded_on_every_primary_of_a_cluster(servers):
-    nodes = cluster(servers, 2)
-    store = Store(f"{nodes[0].url}?cluster=true", "m")
-    await store.load()
-    for node in nodes:
-        assert "pdmesh_" in str(node.do("FUNCTION", "LIST"))
-    await store.close()
