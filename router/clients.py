@@ -44,6 +44,8 @@ DECIDE_TIMEOUT = 2.0
 DECIDE_WAITS = (0.05, 0.2, 0.8, 2.0)
 """Seconds between tries to tell a source what became of a handoff; it asks as well."""
 
+PRUNE_LOOKS = 8
+"""Looks at the mesh in which an instance has to be missing before its channel is closed."""
 STREAM_AHEAD = 512
 """Bytes that a worker may send in a call before the router reads them: enough for one answer, and
 for a few chunks of tokens. The rest waits at the worker, which merges it."""
@@ -243,6 +245,8 @@ class WorkerClients:
         self.background = Background()
         self._connect = connect
         self._clients: dict[str, Client] = {}
+        self._absent: dict[str, int] = {}
+        """How often in a row an instance was not among the living."""
 
     def decode(self, record: WorkerRecord) -> DecodeClient:
         return DecodeClient(record, self._client(record), self.background)
@@ -256,9 +260,17 @@ class WorkerClients:
         return await client.unary("Status", Empty(), WorkerStatus, timeout=timeout)
 
     async def prune(self, alive: Iterable[str], busy: Callable[[str], bool]) -> None:
-        """Closes channels to instances that are gone and have no request of ours."""
-        for instance in self._clients.keys() - set(alive):
-            if not busy(instance):
+        """Closes channels to instances that are gone and have no request of ours.
+
+        A lease may still have to be released there, so a channel is closed when the instance has
+        been gone for a while and no call is under way: closing would cut it.
+        """
+        gone = self._clients.keys() - set(alive)
+        self._absent = {instance: self._absent.get(instance, 0) + 1 for instance in gone}
+        for instance in gone:
+            if self._absent[instance] < PRUNE_LOOKS:
+                continue
+            if not busy(instance) and not self._clients[instance].calls:
                 await self._clients.pop(instance).close()
 
     async def close(self) -> None:

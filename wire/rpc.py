@@ -182,6 +182,9 @@ class Client:
         ahead: see ``channel_options``.
     """
 
+    calls = 0
+    """Under way."""
+
     def __init__(self, address: str, service: str, ahead: int | None = None) -> None:
         self.address = address
         self._service = service
@@ -193,10 +196,13 @@ class Client:
     ) -> T:
         """One request, one answer. Raises the error the peer raised, or WorkerLost."""
         call = self._channel.unary_unary(f"/pdmesh.internal.{self._service}/{method}")
+        self.calls += 1
         try:
             data = await call(encode(request), timeout=timeout, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise self._translate(error, method) from error
+        finally:
+            self.calls -= 1
         return decode(data, answer)
 
     async def stream(
@@ -205,12 +211,14 @@ class Client:
         """One request, many answers. Closing the iterator cancels the call at the peer."""
         stub = self._channel.unary_stream(f"/pdmesh.internal.{self._service}/{method}")
         call = stub(encode(request), timeout=timeout, metadata=self._metadata)
+        self.calls += 1
         try:
             async for data in call:
                 yield decode(data, answer)
         except grpc.aio.AioRpcError as error:
             raise self._translate(error, method) from error
         finally:
+            self.calls -= 1
             call.cancel()
 
     def _translate(self, error: grpc.aio.AioRpcError, method: str) -> PdmeshError:

@@ -1,0 +1,78 @@
+"""Channels to workers: kept while anything may still be said over them."""
+
+import asyncio
+
+import router_fakes as fakes
+
+from pdmesh.router.clients import PRUNE_LOOKS, WorkerClients
+
+
+class Channel:
+    def __init__(self):
+        self.calls, self.closed = 0, False
+
+    async def close(self):
+        assert not self.calls, "a call is cut"
+        self.closed = True
+
+
+def clients_of(*records):
+    made = {}
+
+    def connect(address, service):
+        return made.setdefault(address, Channel())
+
+    clients = WorkerClients(connect)
+    for record in records:
+        clients.decode(record)
+    return clients, [made[record.address] for record in records]
+
+
+async def look(clients, times, alive=(), busy=()):
+    for _ in range(times):
+        await clients.prune(alive, lambda instance: instance in busy)
+
+
+async def test_a_channel_is_closed_when_its_worker_has_been_gone_for_a_while():
+    here, gone = fakes.FakeWorker("a", "decode"), fakes.FakeWorker("b", "decode")
+    for number, worker in enumerate((here, gone)):
+        worker.address = f"10.0.0.{number}:1"
+    records = [worker.record() for worker in (here, gone)]
+    clients, (stays, goes) = clients_of(*records)
+    await look(clients, PRUNE_LOOKS - 1, [records[0].instance])
+    assert not goes.closed
+    await look(clients, 1, [record.instance for record in records])  # it was only away
+    await look(clients, PRUNE_LOOKS - 1, [records[0].instance])
+    assert not goes.closed
+    await look(clients, 1, [records[0].instance])
+    assert goes.closed
+    assert not stays.closed
+
+
+async def test_a_channel_with_a_call_or_a_booking_is_left_open():
+    worker = fakes.FakeWorker("a", "decode")
+    worker.address = "10.0.0.1:1"
+    clients, (channel,) = clients_of(worker.record())
+    channel.calls = 1
+    await look(clients, 3 * PRUNE_LOOKS)
+    channel.calls = 0
+    await look(clients, 3 * PRUNE_LOOKS, busy=[worker.instance])
+    assert not channel.closed
+    await look(clients, 1)
+    assert channel.closed
+
+
+async def test_a_release_reaches_a_worker_that_has_left_the_registry(tmp_path):
+    async with fakes.mesh(tmp_path, decode=1, poll_interval=0.005) as mesh:
+        (worker,) = mesh.decode
+        begun = worker.wait_in("Release")
+        asking = asyncio.create_task(mesh.chat(max_tokens=3))
+        await asyncio.wait_for(begun.wait(), 30)
+        gone = [r for r in mesh.registry.records if r.instance == worker.instance]
+        mesh.registry.records.remove(*gone)
+        await asyncio.sleep(0.005 * 4 * PRUNE_LOOKS)
+        worker.hold["Release"].set()
+        await asking
+        async with asyncio.timeout(30):
+            while worker.leases:
+                await asyncio.sleep(0.005)
