@@ -170,8 +170,9 @@ class MovingDecode(fakes.FakeDecode):
         finally:
             self.running.pop(lease_id, None)
             if one.promised and one.migrate is not None:
-                committed = one.decisions.get(one.migrate.handoff)
-                if committed is None or not committed.done() or not committed.result():
+                decided = one.decisions.get(one.migrate.handoff)
+                known = decided is not None and decided.done() and not decided.cancelled()
+                if not (known and decided.result()):  # a wait that is cancelled cancels it
                     self.abort_target(one)  # the source says so, or the target hears nothing
 
     async def awake(self) -> None:
