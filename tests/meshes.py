@@ -21,10 +21,10 @@ import redis
 from prometheus_client.parser import text_string_to_metric_families
 from redis.exceptions import RedisError
 
-from pdmesh.registry.client import RegistryView
 from pdmesh.registry.keys import Keys
 from pdmesh.registry.layout import unpack_row
 from pdmesh.registry.metrics import LABELS
+from pdmesh.registry.store import read_members
 from pdmesh.wire import chat_pb2, chat_pb2_grpc
 from pdmesh.wire.errors import PdmeshError
 from pdmesh.wire.messages import Empty, WorkerStatus
@@ -57,12 +57,9 @@ class Mesh:
     @asynccontextmanager
     async def watch(self):
         """Yields a function that asks all registered workers, or those named, for their status."""
-        view = RegistryView(self.info["redis_url"], self.info["name"])
-        await view.start()
-        try:
-            clients = {r.worker_id: Client(r.address, r.role) for r in view.workers()}
-        finally:
-            await view.close()
+        members = await read_members(self.info["redis_url"], self.info["name"])
+        records = [member.record for member in members if member.state == "ready"]
+        clients = {r.worker_id: Client(r.address, r.role) for r in records}
 
         async def statuses(*names: str) -> list[WorkerStatus]:
             answers = [

@@ -121,7 +121,7 @@ def test_the_memory_of_last_uses_stays_bounded():
         pool.unpin(pages[0], keep=True)
         cache.released(pages[0])
         pool.pin(pages[0])
-    assert len(cache._leaves) < 200
+    assert len(cache._eviction._leaves) < 200
 
 
 def store(dtype: torch.dtype = torch.bfloat16) -> LatentStore:
