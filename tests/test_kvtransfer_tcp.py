@@ -374,7 +374,8 @@ def test_junk_on_the_port_closes_its_connection_with_one_line_and_hurts_nobody(n
         rig.push(transfer, 0, 0)
         with connect(rig) as sock:
             sock.sendall(JUNK[name])
-            sock.shutdown(socket.SHUT_WR)
+            with suppress(OSError):  # the peer may have closed already
+                sock.shutdown(socket.SHUT_WR)
             assert closed_by_peer(sock)
         rig.push(transfer, 1, 0)
         for page, layer in ((2, 0), (0, 1), (1, 1), (2, 1)):

@@ -2,9 +2,13 @@
 
 import asyncio
 
+import pytest
 import router_fakes as fakes
 
 from pdmesh.router.clients import PRUNE_LOOKS, WorkerClients
+from pdmesh.wire.errors import WorkerLost
+from pdmesh.wire.messages import Empty, WorkerStatus
+from pdmesh.wire.rpc import Client
 
 
 class Channel:
@@ -76,3 +80,14 @@ async def test_a_release_reaches_a_worker_that_has_left_the_registry(tmp_path):
         async with asyncio.timeout(30):
             while worker.leases:
                 await asyncio.sleep(0.005)
+
+
+async def test_a_call_over_a_channel_that_is_closed_is_a_lost_worker():
+    client = Client("127.0.0.1:1", "decode")
+    await client.close()
+    with pytest.raises(WorkerLost, match="127.0.0.1:1, Status: not connected"):
+        await client.unary("Status", Empty(), WorkerStatus, timeout=5)
+    with pytest.raises(WorkerLost, match="127.0.0.1:1, Stream: not connected"):
+        async for _ in client.stream("Stream", Empty(), WorkerStatus, timeout=5):
+            pass
+    assert client.calls == 0

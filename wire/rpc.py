@@ -201,6 +201,8 @@ class Client:
             data = await call(encode(request), timeout=timeout, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise self._translate(error, method) from error
+        except grpc.aio.UsageError as error:  # closed before
+            raise self._closed(method) from error
         finally:
             self.calls -= 1
         return decode(data, answer)
@@ -210,7 +212,10 @@ class Client:
     ) -> AsyncGenerator[T, None]:
         """One request, many answers. Closing the iterator cancels the call at the peer."""
         stub = self._channel.unary_stream(f"/pdmesh.internal.{self._service}/{method}")
-        call = stub(encode(request), timeout=timeout, metadata=self._metadata)
+        try:
+            call = stub(encode(request), timeout=timeout, metadata=self._metadata)
+        except grpc.aio.UsageError as error:  # closed before
+            raise self._closed(method) from error
         self.calls += 1
         try:
             async for data in call:
@@ -220,6 +225,9 @@ class Client:
         finally:
             self.calls -= 1
             call.cancel()
+
+    def _closed(self, method: str) -> WorkerLost:
+        return WorkerLost(f"{self._service} worker at {self.address}, {method}: not connected")
 
     def _translate(self, error: grpc.aio.AioRpcError, method: str) -> PdmeshError:
         name = dict(error.trailing_metadata() or ()).get(ERROR_KEY)
