@@ -7,11 +7,9 @@ at the best speed lately seen. Nothing is refused before a speed has been seen.
 
 from __future__ import annotations
 
-from pdmesh.router.policy import Candidate, Route, Snapshot
+from pdmesh.router.policy import OTHERS_REQUEST, Candidate, Route, Snapshot
 from pdmesh.wire.errors import Overloaded
 
-OTHERS_TOKENS = 256
-"""Assumed to wait for each request that another router has at a prefill worker."""
 LEAST_TOKENS = 64
 """Of shorter prompts the time says little about the speed."""
 LEAST_SEEN = 4
@@ -78,7 +76,7 @@ class Admission:
 
 def _queued(candidate: Candidate) -> float:
     """Tokens that a prefill worker has to compute first."""
-    return candidate.own_tokens + OTHERS_TOKENS * float(candidate.other_requests)
+    return candidate.own_tokens + OTHERS_REQUEST * float(candidate.other_requests)
 
 
 def _bounded(seconds: float) -> float:

@@ -32,7 +32,7 @@ from pdmesh.simulation.store import StoreClient
 from pdmesh.simulation.workers import SECRET, Surroundings
 from pdmesh.text.tokenizer import SpecialIds, Tokenizer
 from pdmesh.wire.errors import DeadlineExceeded, PdmeshError
-from pdmesh.wire.messages import PageSource, Role, WorkerRecord
+from pdmesh.wire.messages import PageSource, WorkerRecord
 
 _SILENCE_S = 10.0
 _SLACK_S = 3.0
@@ -106,8 +106,8 @@ class Record:
 class _Anywhere(MeshView):
     """Sends requests where there is least to do, whoever has their pages; names all who have."""
 
-    def candidates(self, role: Role, hashes: PromptHashes) -> tuple[Candidate, ...]:
-        return tuple(replace(c, owned_pages=0) for c in super().candidates(role, hashes))
+    def _seen_by(self, records: Sequence[WorkerRecord], hashes: PromptHashes) -> list[Candidate]:
+        return [replace(c, owned_pages=0) for c in super()._seen_by(records, hashes)]
 
     def sources(
         self, hashes: PromptHashes, chosen: WorkerRecord, besides: Sequence[WorkerRecord] = ()
