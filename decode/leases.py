@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 from pdmesh.decode.lease import LeaseEntry, LeaseGroup
@@ -38,6 +39,9 @@ from pdmesh.wire.messages import Lease, ReserveRequest
 log = logging.getLogger(__name__)
 
 Expired = Callable[[LeaseEntry, Cancelled], None]
+
+COLLECT_S = 5.0
+"""Seconds within which a router comes for a prompt that has arrived or failed, if it ever comes."""
 
 
 class Leases:
@@ -304,16 +308,30 @@ class Leases:
 
     def _watch_idle(self, entry: LeaseEntry) -> None:
         idle_s = min(self._limits.lease_idle_s, entry.idle_s)
-        entry.timers["idle"] = self._loop.call_later(idle_s, self._check_idle, entry)
+        self._look_later(entry, self._loop.time() + idle_s, written=False)
 
-    def _check_idle(self, entry: LeaseEntry) -> None:
-        """A lease that is neither read nor written is forgotten by all; its deadline may be far."""
+    def _look_later(self, entry: LeaseEntry, until: float, *, written: bool) -> None:
+        """Looks at the latest at ``until``, and before that whether the writer is through."""
+        wait = min(COLLECT_S, until - self._loop.time())
+        entry.timers["idle"] = self._loop.call_later(wait, self._check_idle, entry, until, written)
+
+    def _check_idle(self, entry: LeaseEntry, until: float, written: bool) -> None:
+        """A lease that is neither read nor written is forgotten by all; its deadline may be far.
+
+        Nobody waits long before reading what has been ``written``: its router has died.
+        """
         if entry.streaming or entry.group is None:
             return
-        if any(self._receiver.phase(t) is Phase.FILLING for t in entry.group.transfers):
+        phases = {self._receiver.phase(transfer) for transfer in entry.group.transfers}
+        now = self._loop.time()
+        if Phase.FILLING in phases:
             self._watch_idle(entry)
-        else:
+        elif now >= until:
             self._expire(entry, "no writer and no router came for the lease")
+        elif written or Phase.RESERVED in phases or entry.idle_s < math.inf:
+            self._look_later(entry, until, written=written)
+        else:
+            self._look_later(entry, min(until, now + COLLECT_S), written=True)
 
     def _expire(self, entry: LeaseEntry, reason: str) -> None:
         if self.holds(entry):

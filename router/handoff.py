@@ -117,14 +117,20 @@ class LiveAnswer:
 
     # ---- the stream -----------------------------------------------------------------------
 
-    async def deltas(self, request: StreamRequest) -> AsyncGenerator[Delta, None]:
+    def begin(self, request: StreamRequest) -> None:
+        """Asks for the tokens after the first at once: from then on the worker sees whether
+        anybody reads, and frees the lease when its router dies."""
+        decode = self._decode(self.worker)
+        self._stream = self._watched(decode.stream(request, self.run.call_timeout()))
+        self._stream.open()
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
         """The tokens after the first, to the end of the answer, through all its moves.
 
         Raises:
             AttemptFailed: the worker that had the answer is gone, or its tokens do not fit.
         """
-        decode = self._decode(self.worker)
-        self._stream = self._watched(decode.stream(request, self.run.call_timeout()))
+        assert self._stream is not None, "begin comes first"
         while self.run.gate.finish is None:
             try:
                 with blame(self.worker):

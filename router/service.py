@@ -170,11 +170,12 @@ class Service:
         run, decode, lease = begun.run, begun.route.decode, begun.lease
         with begun.booking.answer() as seat:
             async with self._moves.live(run, decode, lease, seat) as live:
+                if run.gate.finish is None:
+                    live.begin(run.stream_request(lease, begun.first_token))
                 yield begun.delta
                 if run.gate.finish is not None:
                     return
-                request = run.stream_request(lease, begun.first_token)
-                async with aclosing(live.deltas(request)) as deltas:
+                async with aclosing(live.deltas()) as deltas:
                     async for delta in deltas:
                         yield delta
 

@@ -401,6 +401,24 @@ async def test_a_lease_that_nobody_uses_expires_and_one_that_is_written_does_not
         assert mesh.decode.worker.cancelled == 2
 
 
+async def test_pages_that_have_arrived_and_that_nobody_reads_do_not_wait_out_the_idle_time(
+    monkeypatch,
+):
+    monkeypatch.setattr("pdmesh.decode.leases.COLLECT_S", 0.02)
+    prompt = prompt_of(70)
+    async with rig(lease_idle_s=60) as mesh:
+        unread = await mesh.reserve(prompt)
+        await asyncio.sleep(0.1)  # nothing has come yet: the prompt may wait in a queue
+        assert mesh.decode.worker.leases == 1
+        await mesh.compute(prompt, unread)
+        await until(lambda: mesh.decode.worker.leases == 0)  # its router has died
+        assert mesh.decode.worker.cancelled == 1
+        read = await mesh.reserve(prompt)
+        first = await mesh.compute(prompt, read)
+        chunks = await mesh.read(prompt, read, first)
+        assert sum(len(chunk.token_ids) for chunk in chunks) > 1
+
+
 @pytest.mark.parametrize("when", ["reserved", "arriving", "in a step"])
 async def test_a_deadline_ends_a_lease_in_any_state(when):
     prompt = prompt_of(70)
