@@ -21,6 +21,7 @@ first token. Where DIR has ``stats_mooncake.json``, its figures stand beside.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import random
@@ -29,6 +30,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,7 +101,9 @@ class Result:
 
 def load(path: Path, limit: int | None = None) -> Trace:
     """Reads a trace; the block size is the one that fits all lengths."""
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line][:limit]
+    packed = path.suffix == ".gz"
+    with gzip.open(path, "rt") if packed else path.open() as lines:
+        rows = [json.loads(line) for line in islice(lines, limit)]
 
     def fits(size: int) -> bool:
         return all(-(-row["input_length"] // size) == len(row["hash_ids"]) for row in rows)
