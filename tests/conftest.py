@@ -1,12 +1,16 @@
-"""One thread of arithmetic in the test process: the processes of a mesh have the cores."""
+"""One thread of arithmetic in the test process; Ctrl-C as in a terminal."""
 
 import contextlib
 import os
+import signal
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A shell's background job ignores it, and so would every process that a test starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
