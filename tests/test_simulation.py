@@ -34,6 +34,11 @@ def test_every_seed_of_a_sample_holds(first):
     hold(first, BLOCK)
 
 
+@pytest.mark.parametrize("seed", [2242, 6325])
+def test_a_router_behind_a_slow_client_may_come_too_late_for_a_moved_answer(seed):
+    hold(seed, 1)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("first", ALL)
 def test_every_seed_of_the_whole_set_holds(first):
