@@ -212,7 +212,7 @@ class World:
                 allowed.add("InvalidRequest")
             if record.ended not in allowed:
                 raise Wrong(f"{record.spec.name} ended with {record.ended}: {record.message}")
-        # Behind a client that reads slowly a router may come too late for a moved answer, and says so.
+        # Behind a slow client a router may come too late for a moved answer, and says so.
         late = {lease for line in self.trace.lines for lease in _NOT_TAKEN_OVER.findall(line)}
         lost = [
             line
