@@ -19,6 +19,7 @@ def check_together(topology: Topology) -> None:
     config = _config(topology.model_path)
     _check_drafts(topology, config)
     _check_page(topology, config)
+    _check_eviction(topology)
     router, port = topology.router.metrics_port, topology.mesh.port
     if port and router == port:
         with topology.blamed("router", "metrics_port"):
@@ -37,6 +38,16 @@ def _check_drafts(topology: Topology, config: Mapping[str, object]) -> None:
         if config and not config.get("num_nextn_predict_layers"):
             raise ConfigError(
                 f"drafts come from an MTP module, and {topology.model_path} has none; ask for 0"
+            )
+
+
+def _check_eviction(topology: Topology) -> None:
+    asked = ("kvcache", "replica_hints") in topology.origins and topology.kvcache.replica_hints
+    if asked and topology.kvcache.eviction != "lru":
+        with topology.blamed("kvcache", "replica_hints"):
+            raise ConfigError(
+                f"eviction {topology.kvcache.eviction!r} does not look at copies elsewhere; leave "
+                'this out, or take eviction = "lru"'
             )
 
 

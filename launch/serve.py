@@ -80,6 +80,9 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
     else:
         topology = topology.changed(a.role, "--pages", pages=a.pages)
         topology = topology.changed(a.role, "--threads", threads=a.threads)
+        topology = topology.changed("kvcache", "--eviction", eviction=a.eviction)
+        hints = False if a.no_replica_hints else None
+        topology = topology.changed("kvcache", "--no-replica-hints", replica_hints=hints)
         topology = topology.changed("mesh", "--drain-s", drain_s=a.drain_s)
         topology = topology.changed("mesh", "--transports", transports=a.transports)
     if a.role == "prefill":
@@ -146,6 +149,8 @@ def _prefill(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, No
             drain_s=topology.mesh.drain_s,
             transports=topology.mesh.transports,
             metrics_port=section.metrics_port,
+            eviction=topology.kvcache.eviction,
+            replica_hints=topology.kvcache.replica_hints,
             **_shared(topology),
         )
     )
@@ -170,6 +175,8 @@ def _decode(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, Non
             drain_s=topology.mesh.drain_s,
             transports=topology.mesh.transports,
             metrics_port=section.metrics_port,
+            eviction=topology.kvcache.eviction,
+            replica_hints=topology.kvcache.replica_hints,
             **_shared(topology),
         )
     )

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
+from pdmesh.kvcache.eviction import EvictionName
 from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS, TRANSPORTS, check_transports
 from pdmesh.launch.ports import refusal
 from pdmesh.router.policies import DEFAULT_POLICY, POLICY_NAMES
@@ -26,7 +27,8 @@ from pdmesh.wire.ids import PAGE_SIZE
 
 T = TypeVar("T")
 
-SECTIONS = ("mesh", "model", "prefill", "decode", "router")
+SECTIONS = ("mesh", "model", "prefill", "decode", "router", "kvcache")
+EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
 PAGE_SIZES = (16, 32, 64, 128, 256, 512)
 AUTO_DRAFTS = -1
 """``draft_tokens = "auto"``: as many as pay off, by what was accepted lately."""
@@ -128,6 +130,14 @@ class RouterSection:
 
 
 @dataclass(frozen=True)
+class KvcacheSection:
+    """``[kvcache]``: what workers of both roles keep."""
+
+    eviction: EvictionName = _choice("lru", EVICTIONS, "which cached pages go first")
+    replica_hints: bool = _plain(True, "lru: old pages that others have too go before last copies")
+
+
+@dataclass(frozen=True)
 class Topology:
     """A whole mesh."""
 
@@ -136,6 +146,7 @@ class Topology:
     prefill: PrefillSection = PrefillSection()
     decode: DecodeSection = DecodeSection()
     router: RouterSection = RouterSection()
+    kvcache: KvcacheSection = KvcacheSection()
     origins: Mapping[tuple[str, str], str] = field(default_factory=dict, compare=False, repr=False)
     """Where the value of a (section, key) comes from, unless it is the default."""
 

@@ -25,7 +25,7 @@ from pdmesh.registry.layout import Layout
 from pdmesh.registry.roster import Member, Roster, WorkerState, read_record, read_roster
 from pdmesh.wire.errors import ConfigError, Unavailable
 
-READ_ONLY = ("lookup", "position", "dump", "digest")
+READ_ONLY = ("lookup", "copies", "position", "dump", "digest")
 _OF_A_CLUSTER = (
     exceptions.AskError,  # MovedError is one
     exceptions.ClusterDownError,
