@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
+import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from pdmesh.registry.layout import Layout, mark_of, pack_group
@@ -70,7 +70,7 @@ class ReplicaWatch:
     async def run(self) -> None:
         """Asks every ``PERIOD_S`` seconds, more or less."""
         while True:
-            await asyncio.sleep(PERIOD_S * random.uniform(0.75, 1.25))
+            await asyncio.sleep(PERIOD_S * (0.75 + secrets.randbelow(500) / 1000))
             await self.ask()
 
     async def ask(self) -> None:
