@@ -39,7 +39,9 @@ Evictable = Callable[[PageHash], bool]
 Replicated = Callable[[], Set[PageHash]]
 """Pages that other workers had too when it was last asked. A hint: it may be old, or empty."""
 WINDOW = 64
-"""Leaves that are as good as the oldest one, where others have them too."""
+"""Most leaves that are as good as the oldest one, where others have them too."""
+_WINDOW_SHARE = 32
+"""In a small cache it is one leaf for so many pages: the oldest of a few are not old."""
 
 
 def no_replicas() -> frozenset[PageHash]:
@@ -85,7 +87,9 @@ def make_eviction(
     name: EvictionName, num_pages: int, replicated: Replicated = no_replicas
 ) -> Eviction:
     """The policy of that name for a cache of up to ``num_pages`` pages."""
-    return Lru(replicated) if name == "lru" else Returns(num_pages)
+    if name == "lru":
+        return Lru(replicated, max(1, min(WINDOW, num_pages // _WINDOW_SHARE)))
+    return Returns(num_pages)
 
 
 class Lru:

@@ -159,9 +159,16 @@ def pages_of(*path: int) -> set[bytes]:
     return {bytes(f"{path[: i + 1]}", "ascii") for i in range(len(path))}
 
 
+def with_copies(pages: int, copies: set[bytes]) -> Cache:
+    """A cache of which a whole window's leaves count as old."""
+    cache = Cache(pages, "lru")
+    cache.manager._cache._eviction = Lru(lambda: copies)
+    return cache
+
+
 def test_of_old_pages_those_that_others_have_go_before_last_copies():
     copies: set[bytes] = set()
-    cache = Cache(6, "lru", lambda: copies)
+    cache = with_copies(6, copies)
     for path in ((1, 1), (2, 2), (3, 3)):
         cache.use(*path)
     copies |= pages_of(2, 2) | pages_of(3, 3)
@@ -176,21 +183,28 @@ def test_of_old_pages_those_that_others_have_go_before_last_copies():
 
 
 def test_a_page_that_others_have_stays_while_a_page_of_its_own_hangs_on_it():
-    cache = Cache(4, "lru", lambda: pages_of(1, 1))
+    cache = with_copies(5, pages_of(1, 1))
     cache.use(1, 1, 1)
-    cache.use(2)
-    cache.use(3)
+    for number in (2, 3, 4):
+        cache.use(number)
     assert pages_of(1, 1, 1) - cache.owned == {b"(1, 1, 1)"}
     assert cache.manager.check_integrity() == []
 
 
-def test_a_copy_used_lately_is_not_given_up_for_an_old_last_copy():
-    cache = Cache(WINDOW + 1, "lru", lambda: pages_of(WINDOW))
-    for number in range(WINDOW + 1):
+@pytest.mark.parametrize(
+    ("pages", "window"), [(8, 1), (320, 10), (64 * 32, WINDOW), (4096, WINDOW)]
+)
+def test_a_copy_used_lately_is_not_given_up_for_an_old_last_copy(pages, window):
+    copies: set[bytes] = set()
+    cache = Cache(pages, "lru", lambda: copies)
+    for number in range(pages):
         cache.use(number)
-    cache.use(1000)
+    copies |= pages_of(window)
+    cache.use(pages)
     assert pages_of(0) - cache.owned
-    assert pages_of(WINDOW) <= cache.owned
+    assert pages_of(window) <= cache.owned, "it was not among the oldest"
+    cache.use(pages + 1)
+    assert pages_of(window) - cache.owned, "now it is"
 
 
 def test_where_no_copies_are_known_the_order_is_that_of_last_use():
