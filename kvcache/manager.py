@@ -26,6 +26,7 @@ Stamp = tuple[int, int]
 """A page, and how often it had been taken."""
 _ROOMY = 8
 """With a part of so many of the pages free nothing has to go soon."""
+_MOST_COMING = 4096
 
 
 class KvManager:
@@ -166,14 +167,14 @@ class KvManager:
             return self._cache.placed()
 
     def coming(self) -> list[OwnedPage]:
-        """The cached pages that may have to go soon, a thousand at most; none while there is room.
+        """The cached pages that may have to go soon, 4,096 at most; none while there is room.
 
         Their order is about that in which they go.
         """
         with self._lock:
             if self._pool.num_free * _ROOMY >= self.num_pages:
                 return []
-            return self._cache.coming(WINDOW)
+            return self._cache.coming(4 * WINDOW, _MOST_COMING)
 
     def clear(self) -> None:
         """Forgets all cached prefixes; pages in use stay with their reservations, unshared."""

@@ -122,24 +122,24 @@ class PrefixCache:
         self._pool.evict(self._remove(page_hash))
         return evicted
 
-    def coming(self, chains: int) -> list[OwnedPage]:
-        """Cached pages of which it matters soon whether others have them too.
+    def coming(self, leaves: int, most: int) -> list[OwnedPage]:
+        """Up to ``most`` cached pages of which it matters soon whether others have them too.
 
-        Of up to ``chains`` of the leaves that go first, each with as many ancestors as would follow
-        it, up to a segment's length.
+        Of the ``leaves`` that go first, each with all ancestors that would follow it.
         """
-        found: dict[PageHash, OwnedPage] = {}
-        for leaf in self._eviction.coming(chains):
+        found: list[OwnedPage] = []
+        for leaf in self._eviction.coming(leaves):
             page_hash: PageHash | None = leaf
-            for step in range(SEGMENT_PAGES):
-                entry = None if page_hash is None else self._entries.get(page_hash)
-                if page_hash is None or entry is None or entry.children > min(step, 1):
+            children = 0
+            while page_hash is not None and len(found) < most:
+                entry = self._entries.get(page_hash)
+                if entry is None or entry.children > children:
                     break
                 if self._pool.state(entry.page) is not PageState.CACHED:
                     break
-                found[page_hash] = OwnedPage(page_hash, entry.anchor)
-                page_hash = entry.parent
-        return list(found.values())
+                found.append(OwnedPage(page_hash, entry.anchor))
+                page_hash, children = entry.parent, 1
+        return found
 
     def clear(self) -> list[OwnedPage]:
         """Disowns everything and frees the cached pages; returns what it was, children first."""
