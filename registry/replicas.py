@@ -94,6 +94,7 @@ class ReplicaWatch:
             event(log, "copies_unknown", logging.DEBUG, error=failed)
         if failed is None or shared:
             self._learn(shared)
+            event(log, "copies_known", logging.DEBUG, asked=len(pages), shared=len(shared))
 
 
 @contextlib.asynccontextmanager
