@@ -126,11 +126,14 @@ class Lru:
 
     def victim(self, evictable: Evictable) -> PageHash:
         replicated = self._replicated()
-        self._sort_oldest(self._window if replicated else 1, evictable)
-        if not self._oldest:
-            raise InternalError("no cached page can be evicted")
-        copies = (at for at, (_, page) in enumerate(self._oldest) if page in replicated)
-        return self._oldest.pop(next(copies, 0))[1]
+        while True:
+            self._sort_oldest(self._window if replicated else 1)
+            if not self._oldest:
+                raise InternalError("no cached page can be evicted")
+            copies = (at for at, (_, page) in enumerate(self._oldest) if page in replicated)
+            page = self._oldest.pop(next(copies, 0))[1]
+            if evictable(page):
+                return page
 
     def coming(self, count: int) -> list[PageHash]:
         leaves = heapq.nsmallest(count, (*self._oldest, *self._leaves))
@@ -144,16 +147,13 @@ class Lru:
         self._leaves.clear()
         self._oldest.clear()
 
-    def _sort_oldest(self, count: int, evictable: Evictable) -> None:
+    def _sort_oldest(self, count: int) -> None:
         """Takes at least ``count`` of the oldest leaves out of the heap, if there are so many."""
-
-        def valid(leaf: tuple[int, PageHash]) -> bool:
-            return self._last.get(leaf[1]) == leaf[0] and evictable(leaf[1])
-
-        found = [leaf for leaf in self._oldest if valid(leaf)]
+        last = self._last
+        found = [leaf for leaf in self._oldest if last.get(leaf[1]) == leaf[0]]
         while self._leaves and (len(found) < count or self._leaves[0] < found[-1]):
             leaf = heapq.heappop(self._leaves)
-            if valid(leaf):
+            if last.get(leaf[1]) == leaf[0]:
                 insort(found, leaf)
             if len(found) > count:
                 heapq.heappush(self._leaves, found.pop())

@@ -13,10 +13,10 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from pdmesh.launch.checks import check_together
+from pdmesh.launch.checks import check_host, check_model, check_together
 from pdmesh.launch.join import check_joined, joined
 from pdmesh.launch.processes import REDIS_VARIABLE
-from pdmesh.launch.topology import Topology, check_host, check_model, cores, load_topology
+from pdmesh.launch.topology import Topology, cores, load_topology
 from pdmesh.registry.address import check_url
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.logs import setup_logs

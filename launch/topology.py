@@ -19,7 +19,6 @@ from typing import Any, TypeVar, get_args
 
 from pdmesh.kvcache.eviction import EvictionName
 from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS, TRANSPORTS, check_transports
-from pdmesh.launch.ports import refusal
 from pdmesh.router.policies import DEFAULT_POLICY, POLICY_NAMES
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Arithmetic
@@ -32,7 +31,6 @@ EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
 PAGE_SIZES = (16, 32, 64, 128, 256, 512)
 AUTO_DRAFTS = -1
 """``draft_tokens = "auto"``: as many as pay off, by what was accepted lately."""
-_ANYWHERE = ("0.0.0.0", "::", "[::]")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -337,35 +335,3 @@ def _shown(value: object) -> str:
         return str(value)
     kind = "a string" if isinstance(value, str) else f"a {type(value).__name__}"
     return f"{str(value)!r} ({kind})"
-
-
-def check_host(host: str) -> None:
-    """Raises ConfigError if ``host`` is no address at which others can call this machine."""
-    if host in _ANYWHERE:
-        raise ConfigError(
-            f"{host} is no address that other processes can call; give this host's own address"
-        )
-    reason = refusal(host, 0)
-    if reason:
-        raise ConfigError(
-            f"cannot listen on {host!r}: {reason}; give an address of this machine, e.g. 127.0.0.1"
-        )
-
-
-def check_model(path: Path) -> None:
-    """Raises ConfigError if ``path`` cannot be a checkpoint directory."""
-    if not path.exists():
-        raise ConfigError(
-            f"the model directory {path} does not exist; give a Hugging Face checkpoint directory"
-        )
-    if not path.is_dir():
-        raise ConfigError(f"the model path {path} is a file; give the checkpoint's directory")
-    if (path / "adapter_config.json").exists():
-        raise ConfigError(
-            f"{path} holds a LoRA adapter (adapter_config.json); merge it into its base model first"
-        )
-    if not (path / "config.json").is_file():
-        raise ConfigError(
-            f"the model directory {path} holds no config.json; give a Hugging Face checkpoint "
-            "directory of a DeepSeek-V3-type model"
-        )

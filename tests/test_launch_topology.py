@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.launch.arguments import parser
-from pdmesh.launch.checks import check_together
+from pdmesh.launch.checks import check_model, check_together
 from pdmesh.launch.crew import Crew, Plan
 from pdmesh.launch.restart import (
     MAX_DELAY_S,
@@ -19,7 +19,7 @@ from pdmesh.launch.restart import (
     restart_delay,
 )
 from pdmesh.launch.runtime import RunDir
-from pdmesh.launch.topology import AUTO_DRAFTS, SECTIONS, Topology, check_model, load_topology
+from pdmesh.launch.topology import AUTO_DRAFTS, SECTIONS, Topology, load_topology
 from pdmesh.wire.errors import ConfigError
 
 EVERYTHING = """
