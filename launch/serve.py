@@ -130,6 +130,8 @@ def _shared(topology: Topology) -> dict[str, Any]:
         "page_size": model.page_size,
         "mtp": model.mtp,
         "lease_ttl_s": mesh.lease_ttl_s,
+        "eviction": topology.kvcache.eviction,
+        "replica_hints": topology.kvcache.replica_hints,
     }
 
 
@@ -149,8 +151,6 @@ def _prefill(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, No
             drain_s=topology.mesh.drain_s,
             transports=topology.mesh.transports,
             metrics_port=section.metrics_port,
-            eviction=topology.kvcache.eviction,
-            replica_hints=topology.kvcache.replica_hints,
             **_shared(topology),
         )
     )
@@ -175,8 +175,6 @@ def _decode(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, Non
             drain_s=topology.mesh.drain_s,
             transports=topology.mesh.transports,
             metrics_port=section.metrics_port,
-            eviction=topology.kvcache.eviction,
-            replica_hints=topology.kvcache.replica_hints,
             **_shared(topology),
         )
     )
