@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import msgspec
@@ -18,6 +19,7 @@ from pdmesh.decode.scheduler import DecodeScheduler
 from pdmesh.decode.sequence import DecodeSequence
 from pdmesh.decode.worker import DecodeWorker
 from pdmesh.kvcache.manager import KvManager
+from pdmesh.kvcache.replicas import ReplicaHints
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.pull_exchange import PrefixExchange
 from pdmesh.kvtransfer.receiver import TransferReceiver
@@ -31,6 +33,7 @@ from pdmesh.registry.loading import LoadingLog
 from pdmesh.registry.metrics import metrics_endpoint, on_loop
 from pdmesh.registry.publisher import WorkerLease
 from pdmesh.registry.pull_metrics import PullMetrics
+from pdmesh.registry.replicas import watching_replicas
 from pdmesh.registry.transfer_metrics import TransferMetrics
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
@@ -68,11 +71,14 @@ async def serve_decode(config: DecodeConfig) -> None:
         shared="shm" in config.transports,
     )
     leases: list[WorkerLease] = []
+    copies = ReplicaHints()
     kv = KvManager(
         config.pages,
         fmt.page_size,
         on_publish=lambda pages: leases[0].publish(pages),
         on_evict=lambda pages: leases[0].evict(pages),
+        eviction=config.eviction,
+        replicated=copies,
     )
     instance, life = new_instance(), Life()
     limits = _limits(config, model, fmt, instance, secret)
@@ -178,7 +184,14 @@ async def serve_decode(config: DecodeConfig) -> None:
     exchange.start()
     binding = Binding(config.host, config.port)
     work = Workload(lambda: counted(worker.leases, "answer"), worker.hand_back)
-    async with metrics_endpoint(metrics.registry, config.host, config.metrics_port):
+    watch = (
+        watching_replicas(
+            config.redis_url, config.mesh, lambda: leases[0].layout, kv.coming, copies.learn
+        )
+        if config.replica_hints
+        else contextlib.nullcontext()
+    )
+    async with metrics_endpoint(metrics.registry, config.host, config.metrics_port), watch:
         await host_worker(binding, methods, worker.run, lease, finish, life, work, config.drain_s)
 
 

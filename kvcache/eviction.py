@@ -3,9 +3,11 @@
 The cache says what happens to page hashes and which of them could go now: leaves that nobody uses.
 A policy says which of these goes. So pages leave leaf first under any policy.
 
-``Lru`` takes the leaf used longest ago. ``Returns`` takes the one that is least likely to be worth
-its memory. A prompt and what was generated behind it is a *chain*; a chat comes back for its chain
-after a while, or never. The policy learns, from the chains that came back,
+``Lru`` takes the leaf used longest ago, but rather one of the oldest few that other workers have
+too, where it was told so: what has to be computed again is what nobody has. ``Returns`` takes the
+one that is least likely to be worth its memory. A prompt and what was generated behind it is a
+*chain*; a chat comes back for its chain after a while, or never. The policy learns, from the chains
+that came back,
 
 - how long they were away, in pages inserted meanwhile (a clock that needs no clock),
 - how often chains of that turn of a chat and of that length come back at all.
@@ -21,8 +23,9 @@ its pages for a while, as does the turn it was in, so a chat is known again afte
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -33,6 +36,17 @@ from pdmesh.wire.hashes import PageHash
 EvictionName = Literal["lru", "returns"]
 Evictable = Callable[[PageHash], bool]
 """Whether a page is cached, unused and without children."""
+Replicated = Callable[[], Set[PageHash]]
+"""Pages that other workers had too when it was last asked. A hint: it may be old, or empty."""
+WINDOW = 64
+"""Most leaves that are as good as the oldest one, where others have them too."""
+_WINDOW_SHARE = 32
+"""In a small cache it is one leaf for so many pages: the oldest of a few are not old."""
+
+
+def no_replicas() -> frozenset[PageHash]:
+    """Where nothing is known of other workers."""
+    return frozenset()
 
 
 class Eviction(Protocol):
@@ -58,6 +72,10 @@ class Eviction(Protocol):
         """
         ...
 
+    def coming(self, count: int) -> list[PageHash]:
+        """Up to ``count`` pages of which it matters now whether others have them too."""
+        ...
+
     def removed(self, page: PageHash) -> None:
         """A page is owned no longer."""
 
@@ -65,18 +83,29 @@ class Eviction(Protocol):
         """All pages are gone."""
 
 
-def make_eviction(name: EvictionName, num_pages: int) -> Eviction:
+def make_eviction(
+    name: EvictionName, num_pages: int, replicated: Replicated = no_replicas
+) -> Eviction:
     """The policy of that name for a cache of up to ``num_pages`` pages."""
-    return Lru() if name == "lru" else Returns(num_pages)
+    if name == "lru":
+        return Lru(replicated, max(1, min(WINDOW, num_pages // _WINDOW_SHARE)))
+    return Returns(num_pages)
 
 
 class Lru:
-    """The least recently used leaf; pages of one release count as used at once."""
+    """The least recently used leaf; pages of one release count as used at once.
 
-    def __init__(self) -> None:
+    Of the ``window`` oldest leaves the oldest with a copy elsewhere goes, if there is one.
+    """
+
+    def __init__(self, replicated: Replicated = no_replicas, window: int = WINDOW) -> None:
+        self._replicated = replicated
+        self._window = window
         self._now = 0
         self._last: dict[PageHash, int] = {}
         self._leaves: list[tuple[int, PageHash]] = []
+        self._oldest: list[tuple[int, PageHash]] = []
+        """In order, and taken out of the heap ``_leaves``."""
 
     def inserted(self, page: PageHash, parent: PageHash | None) -> None:
         self._last[page] = 0
@@ -96,11 +125,19 @@ class Lru:
             heapq.heapify(self._leaves)
 
     def victim(self, evictable: Evictable) -> PageHash:
-        while self._leaves:
-            last, page = heapq.heappop(self._leaves)
-            if self._last.get(page) == last and evictable(page):
+        replicated = self._replicated()
+        while True:
+            self._sort_oldest(self._window if replicated else 1)
+            if not self._oldest:
+                raise InternalError("no cached page can be evicted")
+            copies = (at for at, (_, page) in enumerate(self._oldest) if page in replicated)
+            page = self._oldest.pop(next(copies, 0))[1]
+            if evictable(page):
                 return page
-        raise InternalError("no cached page can be evicted")
+
+    def coming(self, count: int) -> list[PageHash]:
+        leaves = heapq.nsmallest(count, (*self._oldest, *self._leaves))
+        return [page for last, page in leaves if self._last.get(page) == last]
 
     def removed(self, page: PageHash) -> None:
         del self._last[page]
@@ -108,6 +145,19 @@ class Lru:
     def clear(self) -> None:
         self._last.clear()
         self._leaves.clear()
+        self._oldest.clear()
+
+    def _sort_oldest(self, count: int) -> None:
+        """Takes at least ``count`` of the oldest leaves out of the heap, if there are so many."""
+        last = self._last
+        found = [leaf for leaf in self._oldest if last.get(leaf[1]) == leaf[0]]
+        while self._leaves and (len(found) < count or self._leaves[0] < found[-1]):
+            leaf = heapq.heappop(self._leaves)
+            if last.get(leaf[1]) == leaf[0]:
+                insort(found, leaf)
+            if len(found) > count:
+                heapq.heappush(self._leaves, found.pop())
+        self._oldest = found
 
 
 _PER_CACHE = 16
@@ -257,6 +307,9 @@ class Returns:
             raise InternalError("no cached page can be evicted")
         self._going = found, found[0][0]
         return found[0][2]
+
+    def coming(self, count: int) -> list[PageHash]:
+        return []  # its order knows no copies
 
     def removed(self, page: PageHash) -> None:
         self._ghosts[page] = self._pages.pop(page)

@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from pdmesh.kvcache.eviction import EvictionName, make_eviction
+from pdmesh.kvcache.eviction import WINDOW, EvictionName, Replicated, make_eviction, no_replicas
 from pdmesh.kvcache.pool import PagePool, PageState
 from pdmesh.kvcache.prefix_cache import PrefixCache
 from pdmesh.kvcache.reservation import Reservation as Reservation
@@ -24,6 +24,9 @@ from pdmesh.wire.messages import PoolStatus
 PagesCallback = Callable[[list[OwnedPage]], None]
 Stamp = tuple[int, int]
 """A page, and how often it had been taken."""
+_ROOMY = 8
+"""With a part of so many of the pages free nothing has to go soon."""
+_MOST_COMING = 4096
 
 
 class KvManager:
@@ -35,6 +38,8 @@ class KvManager:
         on_publish: told of pages that this worker now owns, parents first.
         on_evict: told of pages that it owns no longer, children first.
         eviction: which cached pages go first.
+        replicated: pages that other workers have too, which ``lru`` gives up before others of about
+            the same age. Asked under the lock, so it only looks up what is known.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class KvManager:
         on_publish: PagesCallback,
         on_evict: PagesCallback,
         eviction: EvictionName = "lru",
+        replicated: Replicated = no_replicas,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
@@ -51,7 +57,7 @@ class KvManager:
         self._on_evict = on_evict
         self._lock = threading.RLock()
         self._pool = PagePool(num_pages)
-        self._cache = PrefixCache(self._pool, make_eviction(eviction, num_pages))
+        self._cache = PrefixCache(self._pool, make_eviction(eviction, num_pages, replicated))
         self._live: set[Reservation] = set()
         self._quarantines: dict[int, frozenset[int]] = {}
         self._held_by_quarantine: Counter[int] = Counter()
@@ -159,6 +165,16 @@ class KvManager:
         """The same, with the anchors by which the registry finds them."""
         with self._lock:
             return self._cache.placed()
+
+    def coming(self) -> list[OwnedPage]:
+        """The cached pages that may have to go soon, 4,096 at most; none while there is room.
+
+        Their order is about that in which they go.
+        """
+        with self._lock:
+            if self._pool.num_free * _ROOMY >= self.num_pages:
+                return []
+            return self._cache.coming(4 * WINDOW, _MOST_COMING)
 
     def clear(self) -> None:
         """Forgets all cached prefixes; pages in use stay with their reservations, unshared."""

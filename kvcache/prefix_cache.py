@@ -122,6 +122,25 @@ class PrefixCache:
         self._pool.evict(self._remove(page_hash))
         return evicted
 
+    def coming(self, leaves: int, most: int) -> list[OwnedPage]:
+        """Up to ``most`` cached pages of which it matters soon whether others have them too.
+
+        Of the ``leaves`` that go first, each with all ancestors that would follow it.
+        """
+        found: list[OwnedPage] = []
+        for leaf in self._eviction.coming(leaves):
+            page_hash: PageHash | None = leaf
+            children = 0
+            while page_hash is not None and len(found) < most:
+                entry = self._entries.get(page_hash)
+                if entry is None or entry.children > children:
+                    break
+                if self._pool.state(entry.page) is not PageState.CACHED:
+                    break
+                found.append(OwnedPage(page_hash, entry.anchor))
+                page_hash, children = entry.parent, 1
+        return found
+
     def clear(self) -> list[OwnedPage]:
         """Disowns everything and frees the cached pages; returns what it was, children first."""
         pages = self.placed()[::-1]

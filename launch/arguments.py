@@ -260,6 +260,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR")
     serve.add_argument("--pages", type=int, help="workers: pages of KV memory")
     serve.add_argument("--threads", type=int, help="workers: threads (default: all cores)")
+    serve.add_argument("--eviction", metavar="NAME", help="workers: lru or returns")
+    serve.add_argument("--no-replica-hints", action="store_true", help="workers: plain lru")
     serve.add_argument("--chunk-tokens", type=int, help="prefill: most tokens in one step")
     serve.add_argument("--max-queue", type=int, metavar="N", help="prefill: prompts that may wait")
     serve.add_argument("--max-batch", type=int, help="decode: most sequences in one step")
@@ -277,9 +279,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         metavar="N",
         help="decode: host memory for the pages of such sequences, MiB; 0: computed again",
     )
-    serve.add_argument(
-        "--max-waiting", type=int, metavar="N", help="decode: reservations that may wait for pages"
-    )
+    serve.add_argument("--max-waiting", type=int, metavar="N", help="decode: most waiting requests")
     serve.add_argument("--deadline", type=float, metavar="S", help="router: default deadline")
     serve.add_argument("--admin-port", type=int, default=0, help="router: internal service")
     serve.add_argument(

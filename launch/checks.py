@@ -1,4 +1,5 @@
-"""Settings that are each allowed but do not go together, or not with the checkpoint."""
+"""Settings that cannot be as they are on this machine, do not go together, or not with the
+checkpoint."""
 
 from __future__ import annotations
 
@@ -6,8 +7,43 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from pdmesh.launch.ports import refusal
 from pdmesh.launch.topology import Topology
 from pdmesh.wire.errors import ConfigError
+
+_ANYWHERE = ("0.0.0.0", "::", "[::]")
+
+
+def check_host(host: str) -> None:
+    """Raises ConfigError if ``host`` is no address at which others can call this machine."""
+    if host in _ANYWHERE:
+        raise ConfigError(
+            f"{host} is no address that other processes can call; give this host's own address"
+        )
+    reason = refusal(host, 0)
+    if reason:
+        raise ConfigError(
+            f"cannot listen on {host!r}: {reason}; give an address of this machine, e.g. 127.0.0.1"
+        )
+
+
+def check_model(path: Path) -> None:
+    """Raises ConfigError if ``path`` cannot be a checkpoint directory."""
+    if not path.exists():
+        raise ConfigError(
+            f"the model directory {path} does not exist; give a Hugging Face checkpoint directory"
+        )
+    if not path.is_dir():
+        raise ConfigError(f"the model path {path} is a file; give the checkpoint's directory")
+    if (path / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{path} holds a LoRA adapter (adapter_config.json); merge it into its base model first"
+        )
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"the model directory {path} holds no config.json; give a Hugging Face checkpoint "
+            "directory of a DeepSeek-V3-type model"
+        )
 
 
 def check_together(topology: Topology) -> None:
@@ -19,6 +55,7 @@ def check_together(topology: Topology) -> None:
     config = _config(topology.model_path)
     _check_drafts(topology, config)
     _check_page(topology, config)
+    _check_eviction(topology)
     router, port = topology.router.metrics_port, topology.mesh.port
     if port and router == port:
         with topology.blamed("router", "metrics_port"):
@@ -37,6 +74,16 @@ def _check_drafts(topology: Topology, config: Mapping[str, object]) -> None:
         if config and not config.get("num_nextn_predict_layers"):
             raise ConfigError(
                 f"drafts come from an MTP module, and {topology.model_path} has none; ask for 0"
+            )
+
+
+def _check_eviction(topology: Topology) -> None:
+    asked = ("kvcache", "replica_hints") in topology.origins and topology.kvcache.replica_hints
+    if asked and topology.kvcache.eviction != "lru":
+        with topology.blamed("kvcache", "replica_hints"):
+            raise ConfigError(
+                f"eviction {topology.kvcache.eviction!r} does not look at copies elsewhere; leave "
+                'this out, or take eviction = "lru"'
             )
 
 

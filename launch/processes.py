@@ -77,8 +77,11 @@ def worker_spec(
     sizes = ("--pages", str(section.pages), "--threads", str(threads))
     moving = ("--transports", ",".join(topology.mesh.transports))
     ending = ("--drain-s", str(topology.mesh.drain_s), "--metrics-port", str(metrics_port))
+    hints = () if topology.kvcache.replica_hints else ("--no-replica-hints",)
+    caching = ("--eviction", topology.kvcache.eviction, *hints)
     shared = _shared_arguments(topology, secret)
-    return Spec(name, role, ("--id", name, *sizes, *own, *moving, *ending, *shared), threads)
+    arguments = ("--id", name, *sizes, *own, *caching, *moving, *ending, *shared)
+    return Spec(name, role, arguments, threads)
 
 
 def _prefill_arguments(topology: Topology) -> tuple[str, ...]:

@@ -13,10 +13,10 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from pdmesh.launch.checks import check_together
+from pdmesh.launch.checks import check_host, check_model, check_together
 from pdmesh.launch.join import check_joined, joined
 from pdmesh.launch.processes import REDIS_VARIABLE
-from pdmesh.launch.topology import Topology, check_host, check_model, cores, load_topology
+from pdmesh.launch.topology import Topology, cores, load_topology
 from pdmesh.registry.address import check_url
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.logs import setup_logs
@@ -80,6 +80,9 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
     else:
         topology = topology.changed(a.role, "--pages", pages=a.pages)
         topology = topology.changed(a.role, "--threads", threads=a.threads)
+        topology = topology.changed("kvcache", "--eviction", eviction=a.eviction)
+        hints = False if a.no_replica_hints else None
+        topology = topology.changed("kvcache", "--no-replica-hints", replica_hints=hints)
         topology = topology.changed("mesh", "--drain-s", drain_s=a.drain_s)
         topology = topology.changed("mesh", "--transports", transports=a.transports)
     if a.role == "prefill":
@@ -127,6 +130,8 @@ def _shared(topology: Topology) -> dict[str, Any]:
         "page_size": model.page_size,
         "mtp": model.mtp,
         "lease_ttl_s": mesh.lease_ttl_s,
+        "eviction": topology.kvcache.eviction,
+        "replica_hints": topology.kvcache.replica_hints,
     }
 
 

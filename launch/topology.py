@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
+from pdmesh.kvcache.eviction import EvictionName
 from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS, TRANSPORTS, check_transports
-from pdmesh.launch.ports import refusal
 from pdmesh.router.policies import DEFAULT_POLICY, POLICY_NAMES
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Arithmetic
@@ -26,11 +26,11 @@ from pdmesh.wire.ids import PAGE_SIZE
 
 T = TypeVar("T")
 
-SECTIONS = ("mesh", "model", "prefill", "decode", "router")
+SECTIONS = ("mesh", "model", "prefill", "decode", "router", "kvcache")
+EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
 PAGE_SIZES = (16, 32, 64, 128, 256, 512)
 AUTO_DRAFTS = -1
 """``draft_tokens = "auto"``: as many as pay off, by what was accepted lately."""
-_ANYWHERE = ("0.0.0.0", "::", "[::]")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -128,6 +128,14 @@ class RouterSection:
 
 
 @dataclass(frozen=True)
+class KvcacheSection:
+    """``[kvcache]``: what workers of both roles keep."""
+
+    eviction: EvictionName = _choice("lru", EVICTIONS, "which cached pages go first")
+    replica_hints: bool = _plain(True, "lru: old pages that others have too go before last copies")
+
+
+@dataclass(frozen=True)
 class Topology:
     """A whole mesh."""
 
@@ -136,6 +144,7 @@ class Topology:
     prefill: PrefillSection = PrefillSection()
     decode: DecodeSection = DecodeSection()
     router: RouterSection = RouterSection()
+    kvcache: KvcacheSection = KvcacheSection()
     origins: Mapping[tuple[str, str], str] = field(default_factory=dict, compare=False, repr=False)
     """Where the value of a (section, key) comes from, unless it is the default."""
 
@@ -326,35 +335,3 @@ def _shown(value: object) -> str:
         return str(value)
     kind = "a string" if isinstance(value, str) else f"a {type(value).__name__}"
     return f"{str(value)!r} ({kind})"
-
-
-def check_host(host: str) -> None:
-    """Raises ConfigError if ``host`` is no address at which others can call this machine."""
-    if host in _ANYWHERE:
-        raise ConfigError(
-            f"{host} is no address that other processes can call; give this host's own address"
-        )
-    reason = refusal(host, 0)
-    if reason:
-        raise ConfigError(
-            f"cannot listen on {host!r}: {reason}; give an address of this machine, e.g. 127.0.0.1"
-        )
-
-
-def check_model(path: Path) -> None:
-    """Raises ConfigError if ``path`` cannot be a checkpoint directory."""
-    if not path.exists():
-        raise ConfigError(
-            f"the model directory {path} does not exist; give a Hugging Face checkpoint directory"
-        )
-    if not path.is_dir():
-        raise ConfigError(f"the model path {path} is a file; give the checkpoint's directory")
-    if (path / "adapter_config.json").exists():
-        raise ConfigError(
-            f"{path} holds a LoRA adapter (adapter_config.json); merge it into its base model first"
-        )
-    if not (path / "config.json").is_file():
-        raise ConfigError(
-            f"the model directory {path} holds no config.json; give a Hugging Face checkpoint "
-            "directory of a DeepSeek-V3-type model"
-        )

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from pdmesh.launch.checks import check_together
+from pdmesh.launch.checks import check_host, check_model, check_together
 from pdmesh.launch.crew import Plan, say
 from pdmesh.launch.ports import claim_port, claim_ports
 from pdmesh.launch.processes import command, environment, router_name
 from pdmesh.launch.runtime import claim
 from pdmesh.launch.supervisor import Supervisor
-from pdmesh.launch.topology import Topology, check_host, check_model, load_topology
+from pdmesh.launch.topology import Topology, load_topology
 
 _SILENT_S = "5"
 """Seconds until the chat asks its default question where standard input says nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdmesh.kvcache.eviction import EvictionName
 from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS
 from pdmesh.wire.hashes import Arithmetic
 from pdmesh.wire.ids import PAGE_SIZE
@@ -18,6 +19,8 @@ class PrefillConfig:
     tokens of one step, at least a page; ``max_queue`` how many prompts may wait; ``port`` 0 lets
     the system choose; ``metrics_port`` 0 means no Prometheus endpoint;
     ``pull_s`` how long a prompt may wait for cached pages of other workers, 0 for not at all;
+    ``eviction`` which cached pages go first; ``replica_hints`` whether it is asked which of them
+    other workers have too;
     ``transports`` which ways pages may go, best first;
     ``drain_s`` how long a worker that is told to end may take to finish what it has.
     """
@@ -37,6 +40,8 @@ class PrefillConfig:
     page_size: int = PAGE_SIZE
     mtp: bool = True
     pages: int = 256
+    eviction: EvictionName = "lru"
+    replica_hints: bool = True
     threads: int = 1
     lease_ttl_s: float = 5.0
     drain_s: float = 30.0

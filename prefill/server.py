@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import msgspec
 import torch
 
 from pdmesh.kvcache.checksums import page_checksums
 from pdmesh.kvcache.manager import KvManager
+from pdmesh.kvcache.replicas import ReplicaHints
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.pull_exchange import PrefixExchange
 from pdmesh.kvtransfer.transports import make_page_transports
@@ -28,6 +30,7 @@ from pdmesh.registry.loading import LoadingLog
 from pdmesh.registry.metrics import metrics_endpoint, on_loop
 from pdmesh.registry.publisher import WorkerLease
 from pdmesh.registry.pull_metrics import PullMetrics
+from pdmesh.registry.replicas import watching_replicas
 from pdmesh.registry.transfer_metrics import TransferMetrics
 from pdmesh.wire.handoff import ChecksumsRequest, PageChecksums
 from pdmesh.wire.hashes import PageFormat
@@ -56,11 +59,14 @@ async def serve_prefill(config: PrefillConfig) -> None:
         shared="shm" in config.transports,
     )
     leases: list[WorkerLease] = []
+    copies = ReplicaHints()
     kv = KvManager(
         config.pages,
         fmt.page_size,
         on_publish=lambda pages: leases[0].publish(pages),
         on_evict=lambda pages: leases[0].evict(pages),
+        eviction=config.eviction,
+        replicated=copies,
     )
     vocab_size = model.config.vocab_size
     limits = PrefillLimits(
@@ -168,7 +174,14 @@ async def serve_prefill(config: PrefillConfig) -> None:
     exchange.start()
     binding = Binding(config.host, config.port)
     work = Workload(lambda: counted(worker.unfinished, "prompt"), worker.hand_back)
-    async with metrics_endpoint(metrics.registry, config.host, config.metrics_port):
+    watch = (
+        watching_replicas(
+            config.redis_url, config.mesh, lambda: leases[0].layout, kv.coming, copies.learn
+        )
+        if config.replica_hints
+        else contextlib.nullcontext()
+    )
+    async with metrics_endpoint(metrics.registry, config.host, config.metrics_port), watch:
         await host_worker(binding, methods, worker.run, lease, finish, life, work, config.drain_s)
 
 

@@ -7,7 +7,10 @@ the number of partitions and ``pages=N`` for how many pages a new mesh is laid o
 
 from __future__ import annotations
 
+import os
 import re
+import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -25,12 +28,16 @@ ANSWER_TIMEOUT_S = 3.0
 PARTITIONS = 16
 CLUSTER_PARTITIONS = 256
 _OWN = ("cluster", "partitions", "pages")
+_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_ALERT = re.compile("CERTIFICATE_REQUIRED|ALERT_UNKNOWN_CA|ALERT_BAD_CERTIFICATE|HANDSHAKE_FAILURE")
+_NO_TLS = re.compile("WRONG_VERSION_NUMBER|PACKET_LENGTH_TOO_LONG|RECORD_LAYER_FAILURE")
 _YES, _NO = ("true", "yes", "1"), ("false", "no", "0")
 
 
 def redacted(url: str) -> str:
-    """``url`` without its password, for messages and logs."""
-    return re.sub(r"(://[^:@/]*):[^@/]*@", r"\1:***@", url)
+    """``url`` without its passwords, for messages and logs; they may be encoded wrongly."""
+    url = re.sub(r"([?&](?:ssl_)?password=)[^&]*", r"\1***", url)
+    return re.sub(r"(://[^:@/]*):.*@", r"\1:***@", url)
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,12 @@ def parse_address(url: str) -> Address:
     Raises:
         ConfigError: it is not understood.
     """
+    if "sentinel" in url.partition("://")[0].lower():
+        raise ConfigError(
+            f"Redis URL {redacted(url)!r} is one of Sentinel, which is not supported; give an "
+            "address that leads to the primary (a proxy, or a name that moves with it), or a "
+            "Redis Cluster"
+        )
     try:
         plain, own = _own_options(url)
         options: dict[str, Any] = dict(parse_url(plain))
@@ -83,21 +96,62 @@ def parse_address(url: str) -> Address:
             raise ValueError("a cluster has database 0 alone")
         options.setdefault("socket_timeout", ANSWER_TIMEOUT_S)
         options |= {"decode_responses": False, "protocol": 2}
-        ConnectionPool(**options)
+        ConnectionPool(**options).make_connection()  # type: ignore[no-untyped-call]
+        _check_files(options)
         return Address(redacted(url), cluster, layout, options)
     except ConfigError:
         raise
     except (ValueError, TypeError, redis.exceptions.RedisError) as error:
         raise ConfigError(
-            f"Redis URL {redacted(url)!r} is not understood ({error}); give redis://host:port, "
-            "rediss://host:port or unix:///path, with user:password@ if needed, and "
-            "?cluster=true for a Redis Cluster"
+            f"Redis URL {redacted(url)!r} is not understood ({_reason(url, error)}); give "
+            "redis://host:port, rediss://host:port or unix:///path, with user:password@ if needed, "
+            "and ?cluster=true for a Redis Cluster"
         ) from error
 
 
 def check_url(url: str) -> None:
     """Raises ConfigError unless ``url`` is a Redis URL; connects to nothing."""
     parse_address(url)
+
+
+def _check_files(options: Mapping[str, Any]) -> None:
+    """Certificates and keys have to be there from the start, or every connection would fail."""
+    for name in _FILES:
+        path = options.get(name)
+        if path and not os.access(path, os.R_OK):
+            raise ValueError(f"{name}: the file {path} cannot be read")
+
+
+def _reason(url: str, error: Exception) -> str:
+    """What is wrong with a URL, without any of its password."""
+    text = str(error)
+    if "@" in url and "Port could not" in text:
+        return "in a password /, ?, # and @ are written %2F, %3F, %23 and %40"
+    if found := re.search(r"unexpected keyword argument '(\w+)'", text):
+        tls = found[1].startswith("ssl_") and not url.startswith("rediss://")
+        return f"no option {found[1]}" + (" without TLS, which is rediss://" if tls else "")
+    return text
+
+
+def tls_refusal(error: BaseException) -> str:
+    """Why TLS will never be agreed on with this URL, as the end of a sentence; empty if it may."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    text = str(cause or error)
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return (
+            f"shows a certificate that is not trusted ({cause.verify_message}); give the file of "
+            "its authority as ssl_ca_certs=FILE in the URL, or the name that the certificate has"
+        )
+    if _ALERT.search(text):
+        return (
+            f"refuses the client's certificate, or asks for one ({text}); give ssl_certfile=FILE "
+            "and ssl_keyfile=FILE in the URL, of an authority that it trusts"
+        )
+    if _NO_TLS.search(text):
+        return f"does not speak TLS ({text}); write redis:// in place of rediss://"
+    return ""
 
 
 def _own_options(url: str) -> tuple[str, dict[str, str]]:

@@ -181,6 +181,22 @@ local function lookup(keys, args)
   return concat(hits)
 end
 
+-- ARGV: as publish, from the first bucket on. Answers how many live owners each page has, in a byte.
+local function copies(keys, args)
+  local tag_of, answer = tags_of(keys[1]), {}
+  for i = 4, #keys do
+    for _, value in ipairs(redis.call('HMGET', keys[i], unpack(split_marks(args[i - 3], 5)))) do
+      local count = 0
+      for at = 1, #(value or ''), 4 do
+        local slot, tag = read('>I2I2', value, at)
+        if tag == tag_of(slot) then count = count + 1 end
+      end
+      answer[#answer + 1] = string.char(math.min(count, 255))
+    end
+  end
+  return concat(answer)
+end
+
 -- Answers the id of the last event, all rows, and the bitmap: where a reader of the events begins.
 local function position(keys)
   local last = redis.call('XREVRANGE', keys[2], '+', '-', 'COUNT', 1)
@@ -254,6 +270,7 @@ export('evict', bound(change_owner(2, disowned)), { 'allow-oom' })
 export('fence', bound(fence), { 'allow-oom' })
 export('sweep', bound(sweep), { 'allow-oom' })
 export('lookup', bound(lookup), { 'no-writes' })
+export('copies', bound(copies), { 'no-writes' })
 export('position', bound(position), { 'no-writes' })
 export('dump', bound(dump), { 'no-writes' })
 export('digest', bound(digest), { 'no-writes' })

@@ -71,6 +71,7 @@ class WorkerLease:
         self._renew_s = ttl_s / 5
         self._audit_s = audit_s
         self._clock = clock
+        self._now: Callable[[], float] = clock or (lambda: 0.0)
         self._words = Words(queue_limit)
         self._ledger = Ledger(Layout(1), 0, 0)
         self._backlog = 0
@@ -88,6 +89,11 @@ class WorkerLease:
     def epoch(self) -> int:
         """The epoch under which the worker is registered; 0 before ``start``."""
         return self._ledger.epoch
+
+    @property
+    def layout(self) -> Layout:
+        """How the pages of the mesh are spread, once registered."""
+        return self._ledger.layout
 
     @property
     def connected(self) -> bool:
@@ -119,7 +125,7 @@ class WorkerLease:
             ConfigError: the store refuses the login, or cannot serve pdmesh.
         """
         self._loop = asyncio.get_running_loop()
-        self._clock = self._clock or self._loop.time
+        self._now = self._clock or self._loop.time
         while True:
             try:
                 await self._register(takeover=True)
@@ -175,10 +181,6 @@ class WorkerLease:
         self._words.add(pages, owned, self._backlog)
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake.set)
-
-    def _now(self) -> float:
-        assert self._clock is not None
-        return self._clock()
 
     async def _renew(self) -> None:
         ticker = Ticker(self._renew_s, self._now(), secrets.randbelow(500) / 1000)

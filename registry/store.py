@@ -18,20 +18,21 @@ from typing import Any, NamedTuple, cast
 
 from redis import exceptions
 
-from pdmesh.registry.address import parse_address
+from pdmesh.registry.address import parse_address, tls_refusal
 from pdmesh.registry.cluster import Cluster, Command
 from pdmesh.registry.keys import Keys
 from pdmesh.registry.layout import Layout
 from pdmesh.registry.roster import Member, Roster, WorkerState, read_record, read_roster
 from pdmesh.wire.errors import ConfigError, Unavailable
 
-READ_ONLY = ("lookup", "position", "dump", "digest")
+READ_ONLY = ("lookup", "copies", "position", "dump", "digest")
 _OF_A_CLUSTER = (
     exceptions.AskError,  # MovedError is one
     exceptions.ClusterDownError,
     exceptions.ClusterCrossSlotError,
 )
 _EVENTS_AT_A_TIME = 500
+_TLS_HINT = " (does it speak TLS, and does it ask for a client's certificate?)"
 
 
 class StoreUnavailable(Unavailable):
@@ -94,9 +95,14 @@ class Store:
 
     async def execute(self, *command: str | bytes | int) -> Any:
         """One plain command; in a cluster one that ``cluster.slot_of`` understands."""
+        if self._cluster is None:
+            try:
+                with self._mapped_errors():
+                    return await self._redis.execute_command(*command)
+            except _ReadOnly:
+                await self._leave()
+                raise
         with self._mapped_errors():
-            if self._cluster is None:
-                return await self._redis.execute_command(*command)
             (answer,) = await self._cluster.answers([command])
             if isinstance(answer, Exception):
                 raise answer
@@ -209,7 +215,14 @@ class Store:
                 answers = await pipeline.execute(raise_on_error=False)
         except StoreUnavailable as error:
             return [error] * len(commands)
-        return [self._judged(answer) for answer in answers]
+        found = [self._judged(answer) for answer in answers]
+        if any(isinstance(answer, _ReadOnly) for answer in found):
+            await self._leave()
+        return found
+
+    async def _leave(self) -> None:
+        """Ends the connections: the address may lead to another server by now."""
+        await self._redis.connection_pool.disconnect(inuse_connections=False)
 
     def _judged(self, answer: Any) -> Any:
         if not isinstance(answer, Exception):
@@ -227,7 +240,11 @@ class Store:
         except (exceptions.AuthenticationError, exceptions.AuthorizationError) as error:
             raise ConfigError(f"the store at {self.where} refuses the login: {error}") from error
         except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
-            raise StoreUnavailable(f"the store at {self.where} does not answer: {error}") from error
+            if found := tls_refusal(error):
+                raise ConfigError(f"the store at {self.where} {found}") from error
+            hint = _TLS_HINT if self.where.startswith("rediss") else ""
+            text = f"the store at {self.where} does not answer: {error}{hint}"
+            raise StoreUnavailable(text) from error
         except exceptions.NoPermissionError as error:
             raise ConfigError(f"the store at {self.where} forbids a command: {error}") from error
         except exceptions.ResponseError as error:
@@ -238,10 +255,12 @@ class Store:
         lowered = text.lower()
         if "function not found" in lowered:
             return _FunctionMissing(text)
+        if isinstance(error, exceptions.ReadOnlyError):
+            return _ReadOnly(f"the store at {self.where} is a replica: {text}")
         if "unknown command" in lowered:
             return ConfigError(
-                f"the store at {self.where} is too old ({text}); pdmesh needs Redis 7 or later, "
-                "or Valkey"
+                f"the store at {self.where} is too old, or a Sentinel ({text}); pdmesh needs Redis "
+                "7 or later, or Valkey, and the address of the server itself"
             )
         if "noauth" in lowered or "wrongpass" in lowered:
             return ConfigError(f"the store at {self.where} refuses the login: {text}")
@@ -254,6 +273,10 @@ class Store:
                 f"the store at {self.where} is a cluster ({text}); add cluster=true to its URL"
             )
         return StoreUnavailable(f"the store at {self.where} refuses: {text}")
+
+
+class _ReadOnly(StoreUnavailable):
+    """The server is a replica now; its connections stay open, so they have to be left."""
 
 
 class _FunctionMissing(StoreUnavailable):

@@ -42,6 +42,7 @@ class PartitionModel:
         others: dict[str, Callable[[], Any]] = {
             "fence": lambda: self._fence(int(args[0]), int(args[1])),
             "lookup": lambda: self._lookup(args[0]),
+            "copies": lambda: self._copies(args),
             "position": self._position,
             "dump": lambda: self._dump(buckets),
             "sweep": lambda: self._sweep(buckets),
@@ -110,6 +111,17 @@ class PartitionModel:
                 owns = [pages.get(mark, {}).get(slot) == tag for mark in marks]
                 hits.append(Hit(slot, row.epoch, [*owns, False].index(False)))
         return pack_hits(hits)
+
+    def _copies(self, groups: Sequence[bytes]) -> bytes:
+        counts: list[int] = []
+        for group in groups:
+            bucket, marks = unpack_group(group)
+            pages = self.records.get(bucket, {})
+            counts += [
+                sum(slot in self.rows and self.rows[slot].tag == tag for slot, tag in owners)
+                for owners in (pages.get(mark, {}).items() for mark in marks)
+            ]
+        return bytes(min(count, 255) for count in counts)
 
     def _position(self) -> list[Any]:
         size = max(self.records, default=-1) // 8 + 1

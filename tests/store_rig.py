@@ -7,6 +7,7 @@ import contextlib
 import random
 import secrets
 import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Callable
@@ -111,18 +112,24 @@ class Server:
 
 
 class Proxy:
-    """Forwards connections to a server; the way can be slow, cut, or lead elsewhere."""
+    """Forwards connections to a server; the way can be slow, cut, or lead elsewhere.
 
-    def __init__(self, port: int) -> None:
+    With ``tls`` it is the server's end of TLS, which the server at hand was built without.
+    """
+
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
         self.target = port
+        self._tls = tls
         self.delay = 0.0
         self.open = True
+        self.opened = 0
+        """Connections that were led to a server."""
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task] = set()
         self._server: asyncio.Server | None = None
 
     async def start(self) -> Proxy:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -153,6 +160,7 @@ class Proxy:
             writer.transport.abort()
             return
         self._writers |= {writer, far_writer}
+        self.opened += 1
         try:
             await asyncio.gather(
                 self._pump(reader, far_writer, slow=True), self._pump(far_reader, writer)

@@ -117,3 +117,20 @@ def test_the_page_manager_with_lru_hits_what_a_plain_list_would(bench, trace):
         kept = [b for b in kept if b not in set(chain)] + list(reversed(chain))
         kept = kept[-400:]
     assert bench[1].ours("lru")(chains, 400) == pytest.approx(hits, abs=2)
+
+
+@pytest.mark.parametrize("blocks", [400, 10**5])
+def test_a_replay_with_copies_gives_up_pages_that_others_have_and_finds_no_less_than_itself(
+    bench, trace, blocks
+):
+    copies = importlib.import_module("copies")
+    without, with_hints = (copies.replay(trace, blocks, 2, 2, how, seed=1) for how in (False, True))
+    for result in (without, with_hints):
+        assert 0 < result.own <= result.hit < 1
+        assert 0 < result.mean_s <= result.p99_s
+    assert without.said == 0
+    assert with_hints == copies.replay(trace, blocks, 2, 2, True, seed=1)
+    if blocks == 400:
+        assert with_hints.said > 0.1
+    else:
+        assert with_hints == without, "nothing had to go"

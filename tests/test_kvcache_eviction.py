@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_kvcache_manager import Oracle
 
-from pdmesh.kvcache.eviction import Lru, Returns, make_eviction
+from pdmesh.kvcache.eviction import WINDOW, Lru, Returns, make_eviction, no_replicas
 from pdmesh.kvcache.manager import KvManager
+from pdmesh.kvcache.replicas import ReplicaHints
 from pdmesh.kvcache.returns import BUCKETS, ReturnRecord
 from pdmesh.wire.errors import InternalError
 
@@ -16,7 +17,7 @@ from pdmesh.wire.errors import InternalError
 class Cache:
     """A page manager that whole prompts pass through one by one."""
 
-    def __init__(self, pages: int, eviction: str = "returns") -> None:
+    def __init__(self, pages: int, eviction: str = "returns", replicated=no_replicas) -> None:
         self.owned: set[bytes] = set()
         self.manager = KvManager(
             pages,
@@ -24,6 +25,7 @@ class Cache:
             lambda found: self.owned.update(page.page_hash for page in found),
             lambda found: self.owned.difference_update(page.page_hash for page in found),
             eviction,
+            replicated,
         )
 
     def use(self, *path: int) -> int:
@@ -151,3 +153,128 @@ def test_kinds_that_come_back_more_often_are_worth_more_and_the_overdue_nothing(
     assert record.index(often, BUCKETS) == 0
     assert record.index(often, 9) > record.index(often, 0), "it is about to come back"
     assert record.index(often, 9) > 3 * record.index(often, 20), "it is late"
+
+
+def pages_of(*path: int) -> set[bytes]:
+    return {bytes(f"{path[: i + 1]}", "ascii") for i in range(len(path))}
+
+
+def with_copies(pages: int, copies: set[bytes]) -> Cache:
+    """A cache of which a whole window's leaves count as old."""
+    cache = Cache(pages, "lru")
+    cache.manager._cache._eviction = Lru(lambda: copies)
+    return cache
+
+
+def test_of_old_pages_those_that_others_have_go_before_last_copies():
+    copies: set[bytes] = set()
+    cache = with_copies(6, copies)
+    for path in ((1, 1), (2, 2), (3, 3)):
+        cache.use(*path)
+    copies |= pages_of(2, 2) | pages_of(3, 3)
+    cache.use(4)
+    assert pages_of(2, 2) - cache.owned == {b"(2, 2)"}, "the older copy, from its leaf"
+    assert pages_of(1, 1) | pages_of(3, 3) <= cache.owned
+    cache.use(5, 5, 5)
+    assert pages_of(1, 1) <= cache.owned
+    assert not (pages_of(2, 2) | pages_of(3, 3)) & cache.owned
+    cache.use(6)
+    assert pages_of(1, 1) - cache.owned == {b"(1, 1)"}, "without copies it is the oldest leaf"
+
+
+def test_a_page_that_others_have_stays_while_a_page_of_its_own_hangs_on_it():
+    cache = with_copies(5, pages_of(1, 1))
+    cache.use(1, 1, 1)
+    for number in (2, 3, 4):
+        cache.use(number)
+    assert pages_of(1, 1, 1) - cache.owned == {b"(1, 1, 1)"}
+    assert cache.manager.check_integrity() == []
+
+
+@pytest.mark.parametrize(
+    ("pages", "window"), [(8, 1), (320, 10), (64 * 32, WINDOW), (4096, WINDOW)]
+)
+def test_a_copy_used_lately_is_not_given_up_for_an_old_last_copy(pages, window):
+    copies: set[bytes] = set()
+    cache = Cache(pages, "lru", lambda: copies)
+    for number in range(pages):
+        cache.use(number)
+    copies |= pages_of(window)
+    cache.use(pages)
+    assert pages_of(0) - cache.owned
+    assert pages_of(window) <= cache.owned, "it was not among the oldest"
+    cache.use(pages + 1)
+    assert pages_of(window) - cache.owned, "now it is"
+
+
+def test_where_no_copies_are_known_the_order_is_that_of_last_use():
+    plain, asked, rng = Cache(40, "lru"), Cache(40, "lru", lambda: {b"unknown"}), random.Random(1)
+    for _ in range(1500):
+        path = [rng.randrange(4) for _ in range(rng.randrange(1, 9))]
+        assert plain.use(*path) == asked.use(*path)
+        assert plain.owned == asked.owned
+
+
+class ReplicaOracle(Oracle):
+    """The manager's property test, where every other page is said to be elsewhere too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        cache = self.manager._cache
+        cache._eviction = Lru(lambda: {page for page in cache._entries if sum(page) % 2}, window=3)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.binary(min_size=600, max_size=900))
+def test_random_operations_keep_the_books_right_whatever_the_hints_say(program):
+    oracle = ReplicaOracle()
+    oracle.run(program)
+    oracle.finish()
+
+
+def test_hints_that_are_too_old_say_nothing():
+    now = [0.0]
+    hints = ReplicaHints(max_age_s=10.0, clock=lambda: now[0])
+    assert hints() == frozenset()
+    hints.learn([b"a"])
+    now[0] = 10.0
+    assert hints() == {b"a"}
+    now[0] = 10.1
+    assert hints() == frozenset()
+    hints.learn([])
+    assert hints() == frozenset()
+
+
+def test_nobody_is_asked_about_pages_while_there_is_room():
+    cache = Cache(16, "lru")
+    for number in range(14):
+        cache.use(number)
+    assert cache.manager.coming() == []
+    cache.use(14)
+    assert {page.page_hash for page in cache.manager.coming()} == cache.owned
+
+
+def test_the_oldest_leaves_and_what_would_follow_them_are_asked_about():
+    cache = Cache(1000, "lru")
+    cache.use(1, *range(40))
+    cache.use(2, 1, 1)
+    cache.use(2, 2, 2)
+    for number in range(3, 940):
+        cache.use(number)
+    held = cache.manager.reserve([b"(2,)", b"(2, 1)", b"(2, 1, 1)"], 3, 3)
+    found = [page.page_hash for page in cache.manager.coming()]
+    assert len(found) == len(set(found))
+    path = (1, *range(40))
+    assert found[:41] == [bytes(f"{path[:i]}", "ascii") for i in range(41, 0, -1)]
+    assert {b"(2, 2, 2)", b"(2, 2)", b"(3,)"} <= set(found)
+    assert not {b"(2,)", b"(2, 1)", b"(2, 1, 1)"} & set(found), "in use, or needed by another"
+    assert b"(900,)" not in found
+    held.release()
+    assert Cache(1).manager.coming() == []
+
+
+def test_of_a_large_cache_a_bounded_number_of_pages_is_asked_about():
+    cache = Cache(6000, "lru")
+    for chat in range(2):
+        cache.use(chat, *range(2999))
+    assert len(cache.manager.coming()) == 4096

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.launch.arguments import parser
-from pdmesh.launch.checks import check_together
+from pdmesh.launch.checks import check_model, check_together
 from pdmesh.launch.crew import Crew, Plan
 from pdmesh.launch.restart import (
     MAX_DELAY_S,
@@ -19,7 +19,7 @@ from pdmesh.launch.restart import (
     restart_delay,
 )
 from pdmesh.launch.runtime import RunDir
-from pdmesh.launch.topology import AUTO_DRAFTS, SECTIONS, Topology, check_model, load_topology
+from pdmesh.launch.topology import AUTO_DRAFTS, SECTIONS, Topology, load_topology
 from pdmesh.wire.errors import ConfigError
 
 EVERYTHING = """
@@ -63,6 +63,9 @@ policy = "round_robin"
 deadline_s = 1.5
 max_attempts = 2
 metrics_port = 9100
+[kvcache]
+eviction = "returns"
+replica_hints = false
 """
 
 
@@ -115,6 +118,10 @@ def checkpoint(path: Path, **config: object) -> Path:
             "[model] page_size: a page of 128 tokens is longer than the model's context of 100; ",
         ),
         (
+            '[kvcache]\neviction = "returns"\nreplica_hints = true',
+            "[kvcache] replica_hints: eviction 'returns' does not look at copies elsewhere; leave",
+        ),
+        (
             "[mesh]\nport = 9000\n[router]\nmetrics_port = 9000",
             "[router] metrics_port: port 9000 is the public one; give the metrics another",
         ),
@@ -134,6 +141,8 @@ def test_settings_that_do_not_go_together_are_one_sentence_with_the_fix(tmp_path
         "[model]\nmtp = false",
         "[model]\nmtp = false\n[decode]\ndraft_tokens = 0",
         "[model]\npage_size = 64",
+        '[kvcache]\neviction = "returns"',
+        "[kvcache]\nreplica_hints = true",
     ],
 )
 def test_settings_that_go_together_pass_whatever_the_checkpoint_says(tmp_path, text):
@@ -159,6 +168,10 @@ def test_a_process_is_told_what_the_file_says(tmp_path):
     assert (told["router"].metrics_port, told["router"].admin_file.name) == (9100, "router.admin")
     assert (prefill.drain_s, decode.drain_s) == (7, 7)
     assert (prefill.transports, decode.transports) == ("tcp", "tcp")
+    for worker in (prefill, decode):
+        assert (worker.eviction, worker.no_replica_hints) == ("returns", True)
+    plain = started(Topology())["decode-0"]
+    assert (plain.eviction, plain.no_replica_hints) == ("lru", False)
 
 
 def test_a_checkpoint_without_an_mtp_module_needs_no_setting(tmp_path):
@@ -217,6 +230,11 @@ def test_a_whole_number_is_a_number(tmp_path):
         ),
         ("[model]\npage_size = 64.0", "page_size is 64.0; it must be one of 16, 32, 64"),
         ("[model]\npage_size = true", "page_size is true; it must be one of 16, 32, 64"),
+        (
+            '[kvcache]\neviction = "lfu"',
+            "[kvcache] eviction is 'lfu' (a string); it must be one of lru, returns",
+        ),
+        ("[kvcache]\nreplica_hints = 1", "replica_hints is 1; it must be true or false"),
         (
             "[decode]\ndraft_tokens = 5",
             "[decode] draft_tokens is 5; it must be a whole number from 0 to 4, or auto",

@@ -88,6 +88,28 @@ async def test_every_token_has_the_logprobs_of_one_process_the_first_included(tm
         assert caught.value.code() is INVALID
 
 
+# ---- vllm-project/vllm#44701: two labels that join to the same string shared pages -------------
+
+
+async def test_a_prompt_finds_pages_of_its_own_tenant_only(tmp_path):
+    """vllm-project/vllm#44701."""
+    prompt, seen = prompt_of(3 * PAGE + 5), set()
+    async with whole_mesh(tmp_path) as (workers, stub):
+        for tenant in ("", "x", "ab", "a", "abc", "xab", "x ab"):
+            message = question(prompt)
+            message.tenant = tenant
+            first, again = [(await asked(stub, message))[-1].usage for _ in range(2)]
+            assert first.cached_tokens == 0, f"{tenant!r} found pages of another"
+            assert again.cached_tokens >= 2 * PAGE
+            for side in (workers.prefill, workers.decode):
+                owned = set(side.kv.owned_hashes())
+                assert owned
+                seen |= owned
+        root = {h for h in seen if h in workers.hashes(prompt)}
+        assert len(root) == 3
+        assert len(seen) >= 7 * 3, "no page is shared by two tenants"
+
+
 # ---- sgl-project/sglang#30233: what was rejected or aborted ended as a success ----------------
 
 

@@ -1,5 +1,7 @@
 """What a Redis URL may say, and tickers."""
 
+import contextlib
+
 import pytest
 from redis.asyncio.connection import SSLConnection
 
@@ -19,11 +21,36 @@ def test_credentials_database_and_timeouts_are_those_of_redis_py():
     assert "word" not in address.where
 
 
-def test_tls_and_its_options_go_through():
-    url = "rediss://host?ssl_cert_reqs=none&ssl_ca_certs=/ca.pem&ssl_check_hostname=false"
+def test_tls_and_its_options_go_through(tmp_path):
+    authority = tmp_path / "ca.pem"
+    authority.write_text("")
+    url = f"rediss://host?ssl_cert_reqs=none&ssl_ca_certs={authority}&ssl_check_hostname=false"
     options = parse_address(url).options
     assert options["connection_class"] is SSLConnection
-    assert options["ssl_ca_certs"] == "/ca.pem"
+    assert options["ssl_ca_certs"] == str(authority)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("rediss://h?ssl_ca_certs=/no/ca.pem", "ssl_ca_certs: the file /no/ca.pem cannot be read"),
+        ("rediss://h?ssl_keyfile=/no/key", "ssl_keyfile: the file /no/key cannot be read"),
+        ("rediss://h?ssl_cert_reqs=perhaps", "Invalid SSL Certificate Requirements Flag: perhaps"),
+        ("redis://h?ssl_ca_certs=/ca.pem", "no option ssl_ca_certs without TLS, which is rediss"),
+        ("redis://h?sockettimeout=1", r"\(no option sockettimeout\)"),
+        ("redis://h1:7000,h2:7000", "give redis://host:port"),
+    ],
+)
+def test_a_wrong_option_is_known_before_anything_connects(url, reason):
+    with pytest.raises(ConfigError, match=reason):
+        check_url(url)
+
+
+@pytest.mark.parametrize("scheme", ["redis+sentinel", "rediss+sentinel", "sentinel"])
+def test_sentinel_is_refused_by_name_and_something_else_is_named(scheme):
+    with pytest.raises(ConfigError, match="Sentinel, which is not supported; give an") as raised:
+        check_url(f"{scheme}://user:word@h:26379/mesh")
+    assert "word" not in str(raised.value)
 
 
 def test_a_cluster_is_asked_for_and_gets_more_partitions():
@@ -70,8 +97,30 @@ def test_a_cluster_by_unix_socket_is_refused():
         check_url("unix:///run/x?cluster=true")
 
 
-def test_a_password_is_taken_out_of_what_is_shown():
-    assert redacted("redis://u:word@h:1/0") == "redis://u:***@h:1/0"
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://u:word@h:1/0", "redis://u:***@h:1/0"),
+        ("redis://:word@h", "redis://:***@h"),
+        ("redis://u:pass/word@w@h:1", "redis://u:***@h:1"),
+        ("unix://u:word@/run/x?db=1", "unix://u:***@/run/x?db=1"),
+        ("redis://h?db=1&password=word&cluster=true", "redis://h?db=1&password=***&cluster=true"),
+        ("rediss://h?ssl_password=word", "rediss://h?ssl_password=***"),
+        ("redis://h:1/0", "redis://h:1/0"),
+    ],
+)
+def test_a_password_is_taken_out_of_what_is_shown(url, shown):
+    assert redacted(url) == shown
+
+
+@pytest.mark.parametrize("word", ["ab/cd", "ab?cd", "ab#cd", "ab@cd:ef/gh"])
+def test_a_password_that_is_not_encoded_is_not_shown_either(word):
+    with contextlib.suppress(ConfigError):
+        assert "cd" not in parse_address(f"redis://u:{word}@h:1/0").where
+    with pytest.raises(ConfigError) as raised:
+        check_url(f"redis://u:{word}@h:1/0?partitions=x")
+    assert "ab" not in str(raised.value)
+    assert "cd" not in str(raised.value)
 
 
 async def test_a_single_server_that_is_no_cluster_is_told_so(tmp_path):

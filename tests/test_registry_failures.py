@@ -64,6 +64,31 @@ async def test_a_promoted_replica_that_lacks_the_last_writes_is_brought_up_to_da
         await crowd.converges()
 
 
+async def test_a_primary_that_stays_up_as_a_replica_is_left_for_the_new_one(servers, proxies):
+    """Nobody closes the old connections: they answer that they may only be read."""
+    old, new = servers("a"), servers("b")
+    new.do("REPLICAOF", "127.0.0.1", old.port)
+    await asyncio.to_thread(new.wait, lambda: new.info()["master_link_status"] == "up", "link")
+    proxy = await proxies(old.port)
+    async with Crowd(proxy.url) as crowd:
+        await busy_for(crowd)
+        epochs = {name: churn.lease.epoch for name, churn in crowd.churns.items()}
+        before = proxy.opened
+        new.do("REPLICAOF", "NO", "ONE")
+        proxy.target = new.port
+        old.do("REPLICAOF", "127.0.0.1", new.port)
+        await busy_for(crowd)
+        await until(lambda: proxy.opened >= before + 3, "workers and router connect afresh")
+        await crowd.converges()
+        assert new.info()["role"] == "master"
+        assert all(churn.lease.connected for churn in crowd.churns.values())
+        found = await read_members(new.url, crowd.mesh)
+        assert {m.record.worker_id: m.epoch for m in found} == {
+            name: churn.lease.epoch for name, churn in crowd.churns.items()
+        }
+        assert all(churn.lease.epoch >= epochs[name] for name, churn in crowd.churns.items())
+
+
 @pytest.mark.parametrize("rounds", ROUNDS)
 async def test_a_loss_of_all_data_is_made_good(servers, rounds):
     server = servers("a")

@@ -38,6 +38,11 @@ def mark(number: int) -> bytes:
     return bytes([number * 17 % 256]) * 3 + number.to_bytes(4, "big")
 
 
+EVERY_PAGE = tuple(
+    pack_group(bucket, [mark(bucket + n) for n in range(MARKS)]) for bucket in BUCKETS
+)
+
+
 @pytest.fixture(scope="module")
 def server():
     store = EmbeddedStore()
@@ -127,6 +132,8 @@ async def check(server: EmbeddedStore, steps: list, cold_at: set[int]) -> None:
                 feeds.append(await feed_from(store))
             call = call_of(operation, model)
             assert await store.one(call) == model.call(call.name, call.buckets, call.args)
+            count = PageCall("copies", 3, BUCKETS, EVERY_PAGE)
+            assert await store.one(count) == model.call(count.name, count.buckets, count.args)
             position, owned = await state_of(store)
             assert position.rows == model.rows
             assert owned == {s: own for s in model.rows if (own := model.owned(s))}
@@ -224,6 +231,16 @@ async def test_a_lookup_tells_each_owner_and_how_far_it_goes(store):
     assert await leading(store, 1, 2, 3, 4) == {1: (10, 3), 2: (20, 2), 4: (40, 1)}
     assert await leading(store, 1) == {1: (10, 1), 2: (20, 1), 4: (40, 1)}
     assert await leading(store, 7, 1) == {}
+
+
+async def test_the_living_owners_of_each_page_are_counted(store):
+    for slot, owned in ((1, (1, 2, 3)), (2, (1, 2)), (3, (1,))):
+        await fence(store, slot, 10)
+        await publish(store, slot, 10, 1, *owned)
+    groups = (pack_group(9, [mark(n) for n in (3, 1, 7)]), pack_group(4, [mark(1)]))
+    assert list(await store.one(PageCall("copies", 3, (9, 4), groups))) == [1, 3, 0, 0]
+    await fence(store, 1, 11)
+    assert list(await store.one(PageCall("copies", 3, (9, 4), groups))) == [0, 2, 0, 0]
 
 
 async def test_a_fence_ends_all_records_of_a_slot_and_of_no_other(store):

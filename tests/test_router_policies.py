@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdmesh.router.index import PrefixIndex
 from pdmesh.router.policies import POLICY_NAMES, Costs, make_policy
 from pdmesh.router.policies.costs import Link
-from pdmesh.router.policies.hot import HotPrefixes, eviction_order
+from pdmesh.router.policies.hot import HotPrefixes
 from pdmesh.router.policies.pressure import Pressure, delay_price, waiting_share
 from pdmesh.router.policy import Avoid, Candidate, RequestFacts, Snapshot
 from pdmesh.wire.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
@@ -464,11 +464,3 @@ def test_the_coldest_prefixes_are_forgotten_first():
         hot.seen(b"%d" % i, 1.0, i / 10)
     assert len(hot) <= 10
     assert hot.rate(b"hot", 10.0) > hot.rate(b"99", 10.0)
-
-
-def test_pages_that_others_have_are_evicted_before_sole_copies():
-    copies = {b"sole": 1, b"two": 2, b"many": 5, b"hot": 5}
-    order = eviction_order(
-        [b"sole", b"hot", b"two", b"many"], copies.__getitem__, lambda p: 9 if p == b"hot" else 1
-    )
-    assert order == [b"two", b"many", b"hot", b"sole"]

@@ -1,9 +1,8 @@
-"""Prefixes that many ask for: how many copies are worth their memory, and which may go."""
+"""Prefixes that many ask for: how many copies are worth their memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 SHARE = 0.6
@@ -73,24 +72,3 @@ class HotPrefixes:
             self._heat.items(), key=lambda item: item[1].rate * self._fade(item[1], now)
         )
         self._heat = dict(by_rate[len(by_rate) // 2 :])
-
-
-def eviction_order(
-    oldest: Sequence[bytes], copies: Callable[[bytes], int], wanted: Callable[[bytes], int]
-) -> list[bytes]:
-    """The order in which a worker had better give up its oldest leaves.
-
-    Pages with more copies in the mesh than wanted go first, those that nobody else has last; among
-    equals the older one goes first.
-
-    Args:
-        oldest: the worker's least recently used leaves, oldest first; about a dozen are enough.
-        copies: workers that own a page, this one included.
-        wanted: copies of it that are wanted.
-    """
-
-    def rank(page: bytes) -> int:
-        count = copies(page)
-        return 0 if count > max(1, wanted(page)) else 1 if count > 1 else 2
-
-    return sorted(oldest, key=rank)
