@@ -1,0 +1,49 @@
+"""Which copy of an expert a row goes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdmesh.model.parallel.placement import Placement
+
+
+@dataclass(frozen=True)
+class ReplicaTable:
+    """Where the copies of a layer's experts are.
+
+    Attributes:
+        ranks, slots: [experts, most copies] int64; unused entries repeat the first.
+        counts: [experts] int64.
+    """
+
+    ranks: Tensor
+    slots: Tensor
+    counts: Tensor
+
+    @staticmethod
+    def build(placement: Placement, layer: int) -> ReplicaTable:
+        """For one MoE layer of a placement."""
+        copies = placement.copies(layer)
+        most = max(len(found) for found in copies)
+        padded = torch.tensor([found + found[:1] * (most - len(found)) for found in copies])
+        counts = torch.tensor([len(found) for found in copies])
+        return ReplicaTable(padded[..., 0].contiguous(), padded[..., 1].contiguous(), counts)
+
+    def choose(self, ids: Tensor, home: int) -> tuple[Tensor, Tensor]:
+        """The rank and slot [n, k] of a copy of each of ids [n, k], for rows of the rank `home`.
+
+        A rank's rows for an expert go to its copies in turn, and each home begins with another
+        copy; so copies share evenly and nobody has to be asked.
+        """
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)
+        totals = torch.bincount(flat, minlength=self.counts.shape[0])
+        first = totals.cumsum(0) - totals
+        sorted_ids = flat.index_select(0, order)
+        turn = torch.arange(flat.shape[0]) - first.index_select(0, sorted_ids)
+        chosen = (turn + home) % self.counts.index_select(0, sorted_ids)
+        copy = torch.empty_like(chosen).scatter_(0, order, chosen)
+        return self.ranks[flat, copy].view_as(ids), self.slots[flat, copy].view_as(ids)
