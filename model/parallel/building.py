@@ -110,9 +110,7 @@ class RankBuilder:
         held, (gate_up, down) = old[1].layers[layer][rank], old[0].experts[layer]
         if held == wanted:
             return gate_up, down
-        return expert_shard(
-            moe, wanted, {e: (gate_up[s], down[s]) for s, e in enumerate(held)}
-        )
+        return expert_shard(moe, wanted, {e: (gate_up[s], down[s]) for s, e in enumerate(held)})
 
     def _replicas(self, placement: Placement) -> list[ReplicaTable]:
         if self._tables[0] is not placement:

@@ -89,15 +89,17 @@ def _check(experts: int, physical: int, groups: int, hosts: int, ranks: int) -> 
         raise ConfigError(f"{physical} physical experts cannot hold {experts} logical ones")
 
 
-def _one_layer(row: Floats, physical: int, groups: int, hosts: int, ranks: int) -> tuple[Ints, Ints]:
+def _one_layer(
+    row: Floats, physical: int, groups: int, hosts: int, ranks: int
+) -> tuple[Ints, Ints]:
     """The logical expert and copy number of each physical expert of one layer."""
     size = len(row) // groups
-    on_host = _pack(row.reshape(groups, size).sum(axis=1), hosts)
+    on_host = _pack(np.asarray(row.reshape(groups, size).sum(axis=1), np.float32), hosts)
     logical, copies = [], []
     for host in on_host:
         experts = (np.asarray(host)[:, None] * size + np.arange(size)).ravel()
         chosen, number, counts = _copied(row[experts], physical // hosts)
-        each = (row[experts] / counts.astype(np.float32))[chosen]
+        each = np.divide(row[experts], counts, dtype=np.float32)[chosen]
         order = np.concatenate([np.asarray(b, dtype=np.int64) for b in _pack(each, ranks // hosts)])
         logical.append(experts[chosen[order]])
         copies.append(number[order])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -27,8 +27,7 @@ class RankLost(WorkerLost):
         self.rank = rank
 
 
-@dataclass(frozen=True)
-class Channel:
+class Channel(NamedTuple):
     """Which exchange a message belongs to: there is one message a pair of ranks in each.
 
     Attributes:
@@ -73,7 +72,8 @@ class WireBytes:
 
     def add(self, peer: int, kind: str, message: Message) -> None:
         """Count a message."""
-        self._sent[peer, kind] += sum(tensor.nbytes for tensor in message)
+        if message:
+            self._sent[peer, kind] += sum(tensor.nbytes for tensor in message)
 
     def by_peer(self, kind: str | None = None) -> dict[int, int]:
         """Bytes to each peer, of all kinds or one."""
@@ -124,15 +124,17 @@ class CombineHandle(Protocol):
 class ExpertParallel(Protocol):
     """One rank's end of the all-to-all, for all layers.
 
-    Calls of one microbatch and layer come in the order of the methods; those of two microbatches may
-    interleave.
+    Calls of one microbatch and layer come in the order of the methods; those of two microbatches
+    may interleave.
     """
 
     @property
     def sent(self) -> WireBytes:
         """What this rank has sent."""
 
-    def dispatch_send(self, channel: Channel, moe_layer: int, rows: Tensor, ids: Tensor) -> DispatchHandle:
+    def dispatch_send(
+        self, channel: Channel, moe_layer: int, rows: Tensor, ids: Tensor
+    ) -> DispatchHandle:
         """Send every row to the ranks of its experts.
 
         Args:
@@ -149,7 +151,9 @@ class ExpertParallel(Protocol):
             RankLost: a rank did not send.
         """
 
-    def combine_send(self, handle: DispatchHandle, received: Received, outputs: Tensor) -> CombineHandle:
+    def combine_send(
+        self, handle: DispatchHandle, received: Received, outputs: Tensor
+    ) -> CombineHandle:
         """Send outputs [p, j, h] of the received rows' experts back to the rows' homes."""
 
     def combine_recv(self, handle: CombineHandle, weights: Tensor) -> Tensor:

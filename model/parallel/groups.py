@@ -1,8 +1,8 @@
 """Who computes what: EP = DP x TP ranks, their groups, and the attention heads of each.
 
-Every rank holds some routed experts. Its data-parallel (DP) group of TP ranks has a batch of its own
-and one copy of attention between them: each has some of the heads, and the latents of all tokens,
-because a latent belongs to every head.
+Every rank holds some routed experts. Its data-parallel (DP) group of TP ranks has a batch of its
+own and one copy of attention between them: each has some of the heads, and the latents of all
+tokens, because a latent belongs to every head.
 """
 
 from __future__ import annotations

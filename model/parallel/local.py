@@ -39,7 +39,9 @@ class LocalExperts:
         self._wire = wire
         self.sent = WireBytes()
 
-    def dispatch_send(self, channel: Channel, moe_layer: int, rows: Tensor, ids: Tensor) -> DispatchHandle:
+    def dispatch_send(
+        self, channel: Channel, moe_layer: int, rows: Tensor, ids: Tensor
+    ) -> DispatchHandle:
         """See `ExpertParallel`."""
         packed = self._wire.pack_rows(rows)
         return _Dispatched(channel, self._wire.unpack_rows(packed, rows.dtype), ids)
@@ -50,11 +52,11 @@ class LocalExperts:
         counts = (handle.rows.shape[0],)
         return Received(handle.rows, handle.ids, handle.channel, counts)
 
-    def combine_send(self, handle: DispatchHandle, received: Received, outputs: Tensor) -> CombineHandle:
+    def combine_send(
+        self, handle: DispatchHandle, received: Received, outputs: Tensor
+    ) -> CombineHandle:
         """See `ExpertParallel`."""
-        return _Combined(
-            received.channel, self._wire.pack_outputs(outputs), received.rows.dtype
-        )
+        return _Combined(received.channel, self._wire.pack_outputs(outputs), received.rows.dtype)
 
     def combine_recv(self, handle: CombineHandle, weights: Tensor) -> Tensor:
         """See `ExpertParallel`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from pdmesh.model.parallel.exchange import Channel, Message, RankLost
 
 
@@ -9,7 +11,7 @@ class Mailboxes:
     """All ranks' messages that have been sent and not yet been taken."""
 
     def __init__(self) -> None:
-        self.waiting: dict[tuple[int, int, Channel], Message] = {}
+        self.waiting: defaultdict[Channel, dict[tuple[int, int], Message]] = defaultdict(dict)
 
     def end(self, rank: int) -> MailboxTransport:
         """The transport of `rank`."""
@@ -25,13 +27,13 @@ class MailboxTransport:
 
     def post(self, to: int, channel: Channel, message: Message) -> None:
         """See `Transport`."""
-        key = (self.rank, to, channel)
-        assert key not in self._mailboxes.waiting, f"two messages from {self.rank} to {to}: {channel}"
-        self._mailboxes.waiting[key] = message
+        boxes = self._mailboxes.waiting[channel]
+        assert (self.rank, to) not in boxes, f"two messages from {self.rank} to {to}: {channel}"
+        boxes[self.rank, to] = message
 
     def take(self, source: int, channel: Channel) -> Message:
         """See `Transport`."""
         try:
-            return self._mailboxes.waiting.pop((source, self.rank, channel))
+            return self._mailboxes.waiting[channel].pop((source, self.rank))
         except KeyError:
             raise RankLost(source, str(channel)) from None

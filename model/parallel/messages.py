@@ -1,14 +1,15 @@
 """Expert parallelism over any transport of messages between ranks.
 
 A rank sends each of the others one message in a dispatch, empty if it has no row for it: every row
-once, however many of that rank's experts it is for, and for each (row, expert) pair its row and slot.
-Back comes one output a pair, from those ranks only that got any.
+once, however many of that rank's experts it is for, and for each (row, expert) pair the number of
+its row in the message and the expert's slot. Back comes one output a pair, from those ranks only
+that got any.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -70,7 +71,9 @@ class MessageExperts:
         self._wire = wire
         self.sent = WireBytes()
 
-    def dispatch_send(self, channel: Channel, moe_layer: int, rows: Tensor, ids: Tensor) -> DispatchHandle:
+    def dispatch_send(
+        self, channel: Channel, moe_layer: int, rows: Tensor, ids: Tensor
+    ) -> DispatchHandle:
         """See `ExpertParallel`."""
         ranks, slots = self._tables[moe_layer].choose(ids, self._transport.rank)
         flat = ranks.flatten()
@@ -87,12 +90,13 @@ class MessageExperts:
         before = (distinct.cumsum(0) - distinct).index_select(0, to)
         pairs = torch.stack([number - before, slots.flatten().index_select(0, order)], 1).int()
         sizes, widths = counts.tolist(), distinct.tolist()
-        parts = [tensor.split(widths) for tensor in packed]
-        indices = pairs.split(sizes)
+        at = first = 0
         for peer in self._peers:
             message = NOTHING
             if sizes[peer]:
-                message = (indices[peer], *(part[peer] for part in parts))
+                end, last = at + sizes[peer], first + widths[peer]
+                message = (pairs[at:end], *(part[first:last] for part in packed))
+                at, first = end, last
             self._post(peer, channel, message)
         return _Dispatched(channel, rows, ids.shape, order, tuple(sizes))
 
@@ -115,14 +119,17 @@ class MessageExperts:
         slots = torch.cat([message[0][:, 1:] for message in filled]).long()
         return Received(arrived.index_select(0, torch.cat(index)), slots, channel, counts)
 
-    def combine_send(self, handle: DispatchHandle, received: Received, outputs: Tensor) -> CombineHandle:
+    def combine_send(
+        self, handle: DispatchHandle, received: Received, outputs: Tensor
+    ) -> CombineHandle:
         """See `ExpertParallel`."""
         assert isinstance(handle, _Dispatched)
-        channel = replace(handle.channel, kind="combine")
-        parts = self._wire.pack_outputs(outputs[:, 0]).split(list(received.counts))
-        for peer, part in zip(self._peers, parts, strict=True):
-            if part.shape[0]:
-                self._post(peer, channel, (part,))
+        channel = handle.channel._replace(kind="combine")
+        packed, at = self._wire.pack_outputs(outputs[:, 0]), 0
+        for peer, count in zip(self._peers, received.counts, strict=True):
+            if count:
+                self._post(peer, channel, (packed[at : at + count],))
+                at += count
         return _Combined(channel, handle)
 
     def combine_recv(self, handle: CombineHandle, weights: Tensor) -> Tensor:

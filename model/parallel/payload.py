@@ -1,7 +1,7 @@
 """What rows look like on the wire between ranks.
 
-Rounding for the wire is part of the arithmetic: a single rank, which has no wire, rounds at the same
-two places, so that the number of ranks changes no bit.
+Rounding for the wire is part of the arithmetic: a single rank, which has no wire, rounds at the
+same two places, so that the number of ranks changes no bit.
 """
 
 from __future__ import annotations

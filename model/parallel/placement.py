@@ -117,8 +117,8 @@ class Placement:
         """The slots of `dead` ranks given up, each expert they alone held put elsewhere.
 
         Such an expert takes the slot of a copy that is not the only one, of the expert with most
-        copies, on a rank that took fewest so far; if no such slot is left, it gets a new slot on the
-        rank with fewest. Other slots stay as they are, so little has to be loaded.
+        copies, on a rank that took fewest so far; if no such slot is left, it gets a new slot on
+        the rank with fewest. Other slots stay as they are, so little has to be loaded.
 
         Raises:
             ConfigError: no rank is left.
@@ -127,7 +127,8 @@ class Placement:
         if not alive:
             raise ConfigError("no rank is left to hold experts")
         return Placement(
-            self.num_experts, tuple(_without(slots, alive, self.num_experts) for slots in self.layers)
+            self.num_experts,
+            tuple(_without(slots, alive, self.num_experts) for slots in self.layers),
         )
 
 

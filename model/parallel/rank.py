@@ -81,7 +81,7 @@ class Work:
             self.split = False
         elif microbatch != WHOLE and not self.split:
             sizes = [half.x.shape[0] for half in self.halves]
-            for half, rows in zip(self.halves, self.whole.x.split(sizes), strict=True):
+            for half, rows in zip(self.halves, torch.split(self.whole.x, sizes), strict=True):
                 half.x = rows
             self.split = True
         return self.whole if microbatch == WHOLE else self.halves[microbatch]
@@ -99,7 +99,7 @@ class Rank:
         moe_layers: for each of them its number in the placement, or None.
         experts: of each MoE layer.
         expert_parallel, tensor_parallel: its ends; None without tensor parallelism.
-        reduce: in tensor parallelism, add partial sums up (fast) instead of gathering heads (exact).
+        reduce: in tensor parallelism, add partial sums (fast) instead of gathering heads (exact).
         load: counts what rows of this rank ask for; None counts nothing.
     """
 

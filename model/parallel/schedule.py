@@ -90,9 +90,7 @@ def plan_schedule(layers: Sequence[tuple[int, bool]], mode: Mode) -> tuple[Item,
 def _routed(layers: Sequence[int], mode: Mode) -> list[Item]:
     """Consecutive layers with routed experts."""
     if mode != "microbatch":
-        return [
-            Item(WHOLE, layer, _stage(stage, mode)) for layer in layers for stage in FIVE
-        ]
+        return [Item(WHOLE, layer, _stage(stage, mode)) for layer in layers for stage in FIVE]
     steps = [(layer, stage) for layer in layers for stage in FIVE]
     items = []
     for at in range(len(steps) + APART if steps else 0):

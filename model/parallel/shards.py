@@ -25,7 +25,7 @@ class LayerShard:
     Attributes:
         input_norm, post_norm: [h], with `eps`.
         attention: the rank's heads; its own o_proj is unused.
-        o_weight: [h, all heads * v], or in fast arithmetic over several TP ranks the rank's columns.
+        o_weight: [h, all heads * v], or in fast arithmetic over several TP ranks its columns only.
         o_bias: [h] or None; added once a row.
         mlp: the feed-forward part of a layer without routed experts, or the routed layer, of which
             the router and the shared experts are used here.
@@ -43,9 +43,9 @@ class LayerShard:
 class HeadShard(Mla):
     """Some heads of `whole`: its rows of q_b, k_b and v_b; projections to latents are replicated.
 
-    With `whole_query` every query is projected and the other heads' are dropped: a product of 16-bit
-    numbers with fewer columns may be rounded another way by a CPU (measured with torch 2.13 on
-    Sapphire Rapids).
+    With `whole_query` every query is projected and the other heads' are dropped: a product of
+    16-bit numbers with fewer columns may be rounded another way by a CPU (measured with torch 2.13
+    on Sapphire Rapids).
     """
 
     def __init__(
@@ -53,9 +53,7 @@ class HeadShard(Mla):
     ) -> None:
         count = whole.heads if whole_query else len(heads)
         with torch.device("meta"):
-            super().__init__(
-                dataclasses.replace(config, num_attention_heads=count), whole.layer
-            )
+            super().__init__(dataclasses.replace(config, num_attention_heads=count), whole.layer)
         self._kept = heads if whole_query else None
         width = whole.nope + whole.rope
         rows = slice(None) if whole_query else slice(heads.start * width, heads.stop * width)

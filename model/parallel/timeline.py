@@ -53,8 +53,13 @@ def chrome_trace(events: Sequence[Event]) -> str:
         for rank in sorted({event.rank for event in events})
     ]
     entries += [
-        {"ph": "M", "pid": rank, "tid": tracks.index(track), "name": "thread_name",
-         "args": {"name": track}}
+        {
+            "ph": "M",
+            "pid": rank,
+            "tid": tracks.index(track),
+            "name": "thread_name",
+            "args": {"name": track},
+        }
         for rank, track in sorted({(event.rank, event.track) for event in events})
     ]
     entries += [

@@ -7,8 +7,7 @@ next one begins on all ranks, so a run is deterministic, and EP128 needs no more
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -210,8 +209,15 @@ class VirtualRanks:
             at = self.groups.coordinates(rank)
             works[rank] = self._work(inputs[at.dp], rows[at.dp], at.tp, first_key, split)
         self._mailboxes.waiting.clear()
-        for number, item in enumerate(plan_schedule(layers, mode)):
-            self._advance(number, item, works)
+        schedule = plan_schedule(layers, mode)
+        dead = {rank for rank, before in self._failing.items() if before < len(schedule)}
+        try:
+            for number, item in enumerate(schedule):
+                self._advance(number, item, works)
+        finally:
+            self._failing.update(dict.fromkeys(dead, 0))
+        if dead:
+            raise RankLost(min(dead), f"the end of step {self._steps}")
         return [
             None if item is None else works[self.groups.tp_group(dp)[0]].result()
             for dp, item in enumerate(inputs)
@@ -226,14 +232,11 @@ class VirtualRanks:
         }
         while running:
             for rank, steps in list(running.items()):
-                began = time.perf_counter() if self._timeline is None else self._timeline.now()
+                began = 0.0 if self._timeline is None else self._timeline.now()
                 try:
                     next(steps)
                 except StopIteration:
                     del running[rank]
-                except RankLost as lost:
-                    self._failing.setdefault(lost.rank, 0)
-                    raise
                 if self._timeline is not None:
                     self._timeline.add(rank, item, began)
 
