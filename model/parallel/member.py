@@ -1,0 +1,477 @@
+"""One rank of an expert-parallel group whose ranks are processes: a model to call, in lock-step.
+
+``Member`` stands for a whole ``DeepseekV3`` in the code of a worker. Each call is one step of all
+ranks (see ``assembly``): a thread walks through its schedule and exchanges rows with the others,
+also while this worker has nothing to compute, because its experts are theirs too. A rank that is
+lost ends the step; those left hold its experts from then on and compute the step again. The call
+returns the same bits, later.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdmesh.kernels.linear import linear
+from pdmesh.model.batch import Batch, Form
+from pdmesh.model.config import ModelConfig
+from pdmesh.model.context import StepContext
+from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.parallel.assembly import Agreed, Assembly, Begin, Kind
+from pdmesh.model.parallel.building import RankBuilder
+from pdmesh.model.parallel.exchange import Channel, Message, RankLost, WireBytes
+from pdmesh.model.parallel.frames import Hello
+from pdmesh.model.parallel.groups import Groups
+from pdmesh.model.parallel.links import Events, Links
+from pdmesh.model.parallel.microbatch import split_batch
+from pdmesh.model.parallel.placement import Placement
+from pdmesh.model.parallel.rank import Flow, Rank, Work
+from pdmesh.model.parallel.schedule import choose_mode, plan_schedule
+from pdmesh.model.parallel.virtual import Settings
+from pdmesh.wire.errors import ConfigError, Unavailable, WorkerLost
+from pdmesh.wire.logs import event
+
+log = logging.getLogger(__name__)
+
+Kinds = Kind
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank stands.
+
+    Attributes:
+        rank: its number.
+        addresses: "host:port" of every rank's listener, in order.
+        group: name of the group, the same on all ranks.
+        silence_s: seconds without a sign of life after which a rank is lost.
+        step_s: seconds that the others may take to begin a step, and each exchange of it.
+    """
+
+    rank: int
+    addresses: tuple[str, ...]
+    group: str
+    silence_s: float = 10.0
+    step_s: float = 60.0
+
+
+@dataclass
+class _Call:
+    kind: Kind
+    batch: Batch
+    latents: Tensor
+    form: Form
+    previous: Tensor | None = None
+    on_layer: Callable[[int], None] | None = None
+    result: Tensor | None = None
+    error: BaseException | None = None
+    pushed: int = -1
+    """The last layer that ``on_layer`` was told of; a step that is computed again tells it no more."""
+
+
+class Member:
+    """See the module. ``start`` connects; ``close`` leaves the group.
+
+    Args:
+        model: the whole one; shards are cut from it.
+        place: where this rank stands.
+        placement: of the experts while all ranks are there; by default one copy each, in order.
+        settings: how the ranks compute; the same on all of them.
+        digest: of what else has to be the same everywhere, such as the page format.
+
+    Raises:
+        ConfigError: the group does not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekV3,
+        place: Place,
+        placement: Placement | None = None,
+        settings: Settings = Settings(),  # noqa: B008 - it is immutable
+        digest: str = "",
+    ) -> None:
+        self.place = place
+        self.settings = settings
+        self.logits = model.logits
+        self.mtp_logits = model.mtp_logits
+        self.new_latents = model.new_latents
+        self.steps = 0
+        """Steps that this rank has taken part in."""
+        self.repeated = 0
+        """Of them, those that ended with the loss of a rank."""
+        self._model = model
+        groups = Groups(len(place.addresses))
+        self._builder = RankBuilder(model, groups, settings.arithmetic, settings.wire)
+        self._placement = self._builder.placement(placement)
+        self._assembly = Assembly(place.rank)
+        self._changed = threading.Condition()
+        self._messages: dict[tuple[int, Channel], Message] = {}
+        self._calls: list[_Call] = []
+        self._closed = False
+        self._owes = False
+        """The last step failed here: the others have to hear that this rank has left it."""
+        self._built: tuple[tuple[int, ...], Placement, Rank] | None = None
+        hello = Hello(place.group, groups.ep, place.rank, digest)
+        events = Events(self._connected, self._word, self._message, self._lost)
+        self._links = Links(hello, place.addresses, events, place.silence_s)
+        self._thread = threading.Thread(target=self._run, name="ep-steps", daemon=True)
+
+    # ---- as a model -----------------------------------------------------------------------
+
+    @property
+    def config(self) -> ModelConfig:
+        """As `DeepseekV3.config`."""
+        return self._model.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As `DeepseekV3.dtype`."""
+        return self._model.dtype
+
+    def forward(
+        self,
+        batch: Batch,
+        latents: Tensor,
+        form: Form,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """As `DeepseekV3.forward`.
+
+        Raises:
+            Unavailable: the group has been left.
+        """
+        return self._call(_Call("forward", batch, latents, form, on_layer=on_layer))
+
+    def mtp_forward(
+        self, batch: Batch, previous_hidden: Tensor, latents: Tensor, form: Form
+    ) -> Tensor:
+        """As `DeepseekV3.mtp_forward`.
+
+        Raises:
+            Unavailable: the group has been left.
+        """
+        return self._call(_Call("mtp", batch, latents, form, previous_hidden))
+
+    def _call(self, call: _Call) -> Tensor:
+        with self._changed:
+            if self._closed:
+                raise Unavailable("this rank has left its expert-parallel group")
+            self._calls.append(call)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: call.result is not None or call.error is not None)
+        if call.error is not None:
+            raise call.error
+        assert call.result is not None
+        return call.result
+
+    # ---- the group ------------------------------------------------------------------------
+
+    def start(self, within_s: float = 60.0) -> None:
+        """Connects to all ranks, and takes part from then on.
+
+        Raises:
+            ConfigError: the own address cannot be listened at, a rank is of another group or
+                model, or not all ranks are there within ``within_s`` seconds.
+        """
+        self._links.start()
+        deadline = time.monotonic() + within_s
+        everyone = set(range(len(self.place.addresses))) - {self.place.rank}
+        with self._changed:
+            while missing := everyone - self._present():
+                if (left := deadline - time.monotonic()) <= 0:
+                    break
+                self._changed.wait(min(left, 0.5))
+                if set(self._links.refusals) & missing:
+                    break
+            else:
+                self._assembly.form(everyone)
+        if missing:
+            why = self._links.refusals
+            named = ", ".join(f"{r} ({why[r]})" if r in why else str(r) for r in sorted(missing))
+            self.close()
+            raise ConfigError(
+                f"rank {self.place.rank} of group {self.place.group!r} lacks rank {named}"
+            )
+        self._thread.start()
+
+    def join(self) -> None:
+        """As ``start`` with whoever is there: the others take this rank in when they can."""
+        self._links.start()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leaves the group; calls that wait fail. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._links.close()
+        if self._thread.is_alive():
+            self._thread.join(10)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that compute together now."""
+        with self._changed:
+            return tuple(sorted(self._assembly.members))
+
+    @property
+    def sent(self) -> WireBytes | None:
+        """Bytes that this rank has sent since the members last changed."""
+        return None if self._built is None else self._built[2].expert_parallel.sent
+
+    def _present(self) -> set[int]:
+        return set(self._assembly.present)
+
+    # ---- what the network tells (its threads) ---------------------------------------------
+
+    def _connected(self, rank: int) -> None:
+        with self._changed:
+            self._assembly.connected(rank)
+            self._changed.notify_all()
+
+    def _lost(self, rank: int, why: str) -> None:
+        with self._changed:
+            self._assembly.lost(rank)
+            self._messages = {k: m for k, m in self._messages.items() if k[0] != rank}
+            self._changed.notify_all()
+
+    def _word(self, rank: int, header: bytes) -> None:
+        try:
+            word = msgspec.msgpack.decode(header, type=Begin)
+        except msgspec.DecodeError:
+            self._links.drop(rank)
+            return
+        with self._changed:
+            gone = self._assembly.hear(rank, word)
+            self._changed.notify_all()
+        for other in gone:
+            self._links.drop(other)
+
+    def _message(self, rank: int, channel: Channel, message: Message) -> None:
+        with self._changed:
+            self._messages[rank, channel] = message
+            self._changed.notify_all()
+
+    # ---- the transport of one step --------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """See `Transport`."""
+        return self.place.rank
+
+    def end(self, rank: int) -> Member:
+        """See `Mailboxes`: this process has one rank's end."""
+        assert rank == self.place.rank
+        return self
+
+    def post(self, to: int, channel: Channel, message: Message) -> None:
+        """See `Transport`."""
+        if to == self.place.rank:
+            self._message(to, channel, message)
+        else:
+            self._links.post(to, channel, message)
+
+    def take(self, source: int, channel: Channel) -> Message:
+        """See `Transport`."""
+        key = (source, channel)
+
+        def over() -> bool:
+            return key in self._messages or self._closed or self._left(source)
+
+        with self._changed:
+            there = self._changed.wait_for(over, self.place.step_s)
+            message = self._messages.pop(key, None)
+        if message is not None:
+            return message
+        if not there:
+            self._links.drop(source)
+        raise RankLost(source, str(channel))
+
+    def _left(self, source: int) -> bool:
+        return source != self.place.rank and self._assembly.left(source)
+
+    # ---- steps (their thread) -------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        try:
+            while True:
+                agreed, call = self._agree()
+                if agreed is None:
+                    return
+                if agreed.kind == "idle":
+                    continue
+                self._step(agreed, call if call is not None and call.kind == agreed.kind else None)
+        except BaseException as error:
+            log.exception("the steps of this rank have ended")
+            self._fail_all(error)
+            raise
+
+    def _agree(self) -> tuple[Agreed | None, _Call | None]:
+        """Waits for something to do, then for the others; None once the group is left."""
+        assembly = self._assembly
+        while True:
+            word: Begin | None = None
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closed or bool(self._calls) or assembly.wanted or self._owes
+                )
+                if self._closed:
+                    self._fail_all(Unavailable("this rank has left its expert-parallel group"))
+                    return None, None
+                call = self._calls[0] if self._calls else None
+                if not assembly.said:
+                    rows = 0 if call is None else call.batch.num_rows
+                    word = assembly.begin("idle" if call is None else call.kind, rows)
+                    self._owes = False
+            if word is not None:
+                others = [r for r in word.members if r != self.place.rank]
+                self._links.say(others, word)
+            agreed, late = self._heard_all()
+            if agreed is not None:
+                return agreed, call
+            for rank in late:
+                event(log, "rank_late", logging.WARNING, rank=rank, seconds=self.place.step_s)
+                self._links.drop(rank)
+
+    def _heard_all(self) -> tuple[Agreed | None, tuple[int, ...]]:
+        """The step if all have said their word; else who is late. Neither: begin again."""
+        assembly, found = self._assembly, None
+
+        def over() -> bool:
+            nonlocal found
+            if self._closed or not assembly.said:
+                return True
+            found = assembly.agree()
+            return found is not None or not assembly.said
+
+        with self._changed:
+            if not self._changed.wait_for(over, self.place.step_s):
+                return None, assembly.missing()
+            if found is not None:
+                late = found.number
+                self._messages = {k: m for k, m in self._messages.items() if k[1].step >= late}
+            return found, ()
+
+    def _step(self, agreed: Agreed, call: _Call | None) -> None:
+        """Computes it; a call that did not come to its end stays for the next step."""
+        self.steps += 1
+        try:
+            result = self._compute(agreed, call)
+        except WorkerLost as lost:
+            self.repeated += 1
+            self._owes = True
+            event(log, "step_ended_early", logging.WARNING, step=agreed.number, reason=lost)
+            return
+        except Exception as error:  # noqa: BLE001 - it is raised where the call was made
+            self._owes = True
+            if call is None:
+                raise
+            call.error = error
+        else:
+            if call is not None:
+                call.result = result
+        if call is not None:
+            with self._changed:
+                self._calls.remove(call)
+                self._changed.notify_all()
+
+    def _compute(self, agreed: Agreed, call: _Call | None) -> Tensor | None:
+        rank = self._rank_among(agreed.members)
+        model, count = self._model, len(self._model.layers)
+        numbers = range(count) if agreed.kind == "forward" else range(count, count + 1)
+        mode = choose_mode(self.settings.mode, agreed.most_rows, self.settings.threshold)
+        work = _idle(model, agreed.number)
+        if call is not None:
+            work = _work(model, agreed.number, call, split=mode == "microbatch")
+        layers = [(n, self._builder.routed(n)) for n in numbers]
+        for item in plan_schedule(layers, mode):
+            for _ in rank.run(item, work):
+                pass
+        return None if call is None else work.result()
+
+    def _rank_among(self, members: tuple[int, ...]) -> Rank:
+        """This rank's shard while these work together: a function of who they are."""
+        if self._built is not None and self._built[0] == members:
+            return self._built[2]
+        gone = set(range(self._placement.num_ranks)) - set(members)
+        placement = self._placement.without(gone) if gone else self._placement
+        old = None if self._built is None else (self._built[2], self._built[1])
+        rank = self._builder.build(self.place.rank, members, placement, self, old)
+        if self._built is not None:
+            event(log, "experts_placed", members=",".join(map(str, members)))
+        self._built = members, placement, rank
+        return rank
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._changed:
+            self._closed = True
+            for call in self._calls:
+                call.error = error
+            self._calls.clear()
+            self._changed.notify_all()
+
+
+def _idle(model: DeepseekV3, number: int) -> Work:
+    none = model.embed_tokens[:0]
+    return Work(number, Flow(-1, none, None), (Flow(0, none, None), Flow(1, none, None)))
+
+
+def _work(model: DeepseekV3, number: int, call: _Call, *, split: bool) -> Work:
+    """A call as its rank's part of a step."""
+    table = model.rope_table()
+    first_key = 0 if call.kind == "forward" else 1
+
+    def step(batch: Batch) -> StepContext:
+        return StepContext.build(batch, call.latents, table, call.form, first_key)
+
+    rows = F.embedding(call.batch.tokens, model.embed_tokens)
+    if call.kind == "mtp":
+        mtp, hidden = model.mtp, call.previous
+        assert mtp is not None
+        assert hidden is not None
+        rows = linear(mtp.joined(rows, hidden), mtp.eh_proj.weight)
+    parts = split_batch(call.batch) if split else None
+    whole = Flow(-1, rows, step(call.batch))
+    if parts is None:
+        halves = (Flow(0, rows, whole.step), Flow(1, rows[:0], None))
+    else:
+        at = parts[0].num_rows
+        halves = (Flow(0, rows[:at], step(parts[0])), Flow(1, rows[at:], step(parts[1])))
+    return Work(number, whole, halves, _once(call))
+
+
+def _once(call: _Call) -> Callable[[int], None] | None:
+    tell = call.on_layer
+    if tell is None:
+        return None
+
+    def told(layer: int) -> None:
+        if layer > call.pushed:
+            call.pushed = layer
+            tell(layer)
+
+    return told
+
+
+def addresses_of(text: str) -> Sequence[str]:
+    """"host:port,host:port" as a list.
+
+    Raises:
+        ConfigError: an entry is none.
+    """
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    for address in found:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(f"{address!r} is no host:port")
+    return found
