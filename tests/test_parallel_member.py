@@ -51,7 +51,7 @@ def together(calls):
     def run(number, call):
         try:
             results[number] = call()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it is raised below
             results[number] = error
 
     threads = [

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.moe import Moe
-from pdmesh.model.parallel.exchange import ExpertParallel
+from pdmesh.model.parallel.exchange import ExpertParallel, Transport
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.load import ExpertLoad
 from pdmesh.model.parallel.local import LocalExperts
-from pdmesh.model.parallel.mailbox import Mailboxes
 from pdmesh.model.parallel.messages import MessageExperts
 from pdmesh.model.parallel.payload import WireFormat
 from pdmesh.model.parallel.placement import Placement
@@ -20,6 +20,13 @@ from pdmesh.model.parallel.shards import Experts, LayerShard, expert_shard, laye
 from pdmesh.model.parallel.tensor import TensorParallel
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Arithmetic
+
+
+class Ends(Protocol):
+    """Where the transports of ranks are."""
+
+    def end(self, rank: int) -> Transport:
+        """The transport of `rank`."""
 
 
 class RankBuilder:
@@ -77,23 +84,23 @@ class RankBuilder:
         rank: int,
         members: Sequence[int],
         placement: Placement,
-        mailboxes: Mailboxes,
+        ends: Ends,
         old: tuple[Rank, Placement] | None,
     ) -> Rank:
         """The rank `rank` among `members`; what `old` holds already is not read again."""
         at = self._groups.coordinates(rank)
-        transport = mailboxes.end(rank)
-        ends: ExpertParallel
+        transport = ends.end(rank)
+        experts: ExpertParallel
         if self._groups.ep == 1 and placement == self.placement(None):
-            ends = LocalExperts(self._wire)
+            experts = LocalExperts(self._wire)
         else:
-            ends = MessageExperts(transport, members, self._replicas(placement), self._wire)
+            experts = MessageExperts(transport, members, self._replicas(placement), self._wire)
         group = self._groups.tp_group(at.dp)
         return Rank(
             self._shards[at.tp],
             self._moe_layers,
             [self._experts(layer, rank, placement, old) for layer in range(len(self._moes))],
-            ends,
+            experts,
             TensorParallel(transport, group) if len(group) > 1 else None,
             self._arithmetic == "fast",
             ExpertLoad(len(self._moes), self._model.config.n_routed_experts),

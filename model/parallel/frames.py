@@ -84,7 +84,7 @@ def pack_message(channel: Channel, message: Message) -> list[memoryview]:
     whole = [tensor.detach().contiguous().cpu() for tensor in message]
     described = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in whole]
     header = msgspec.msgpack.encode(Envelope(*channel, described))
-    bodies = [memoryview(t.view(-1).view(torch.uint8).numpy()) for t in whole if t.numel()]
+    bodies = [t.view(-1).view(torch.uint8).numpy().data for t in whole if t.numel()]
     size = sum(len(body) for body in bodies)
     return [memoryview(PREFIX.pack(FrameType.MESSAGE, len(header), size) + header), *bodies]
 

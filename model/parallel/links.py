@@ -1,9 +1,9 @@
 """Connections between the ranks of a group, each in a process of its own: TCP, any host.
 
 Every rank listens; of two ranks the one with the higher number dials, again and again until it is
-there. A thread for each connection reads all that comes into an inbox, so nobody's sending waits for
-anybody's computing. A connection on which nothing came for a while (each side says at least that it
-is alive) is closed: a process that stands still is lost like one that died.
+there. A thread for each connection reads all that comes, so nobody's sending waits for anybody's
+computing. A connection on which nothing came for a while (each side says at least that it is alive)
+is closed: a process that stands still is lost like one that died.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -96,6 +97,8 @@ class Links:
         self._closed = threading.Event()
         self._server: socket.socket | None = None
         self._refused: dict[int, str] = {}
+        self.sent_bytes = 0
+        """In messages, so far."""
 
     def start(self) -> None:
         """Begins to listen and to dial.
@@ -114,7 +117,7 @@ class Links:
         self._spawn(self._accept, "ep-accept")
         self._spawn(self._watch, "ep-watch")
         for rank in range(self._hello.rank):
-            self._spawn(lambda rank=rank: self._dial(rank), f"ep-dial-{rank}")
+            self._spawn(partial(self._dial, rank), f"ep-dial-{rank}")
 
     def close(self) -> None:
         """Ends all connections. Idempotent."""
@@ -136,7 +139,9 @@ class Links:
 
     def post(self, rank: int, channel: Channel, message: Message) -> None:
         """Sends a message, unless the rank is lost."""
-        self._send(rank, pack_message(channel, message))
+        pieces = pack_message(channel, message)
+        self.sent_bytes += sum(len(piece) for piece in pieces)
+        self._send(rank, pieces)
 
     def drop(self, rank: int) -> None:
         """Closes the connection to a rank; it may come back."""
@@ -163,7 +168,7 @@ class Links:
                 sock, _ = server.accept()
             except OSError:
                 return
-            self._spawn(lambda sock=sock: self._serve(sock, None), "ep-link")
+            self._spawn(partial(self._serve, sock, None), "ep-link")
 
     def _dial(self, rank: int) -> None:
         address = _split(self._addresses[rank])
@@ -267,7 +272,7 @@ class Links:
                     event(log, "rank_silent", logging.WARNING, rank=link.rank)
                     link.close()
                 else:
-                    self._spawn(lambda link=link: self._try(link, alive), "ep-alive")
+                    self._spawn(partial(self._try, link, alive), "ep-alive")
 
     def _send(self, rank: int, pieces: Sequence[bytes | memoryview]) -> None:
         with self._lock:

@@ -9,10 +9,12 @@ returns the same bits, later.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import msgspec
@@ -27,7 +29,7 @@ from pdmesh.model.context import StepContext
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.parallel.assembly import Agreed, Assembly, Begin, Kind
 from pdmesh.model.parallel.building import RankBuilder
-from pdmesh.model.parallel.exchange import Channel, Message, RankLost, WireBytes
+from pdmesh.model.parallel.exchange import Channel, Message, RankLost
 from pdmesh.model.parallel.frames import Hello
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.links import Events, Links
@@ -38,10 +40,9 @@ from pdmesh.model.parallel.schedule import choose_mode, plan_schedule
 from pdmesh.model.parallel.virtual import Settings
 from pdmesh.wire.errors import ConfigError, Unavailable, WorkerLost
 from pdmesh.wire.logs import event
+from pdmesh.wire.messages import RankStatus
 
 log = logging.getLogger(__name__)
-
-Kinds = Kind
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class _Call:
     result: Tensor | None = None
     error: BaseException | None = None
     pushed: int = -1
-    """The last layer that ``on_layer`` was told of; a step that is computed again tells it no more."""
+    """The last layer that ``on_layer`` was told of: a step computed again tells it once only."""
 
 
 class Member:
@@ -101,9 +102,6 @@ class Member:
     ) -> None:
         self.place = place
         self.settings = settings
-        self.logits = model.logits
-        self.mtp_logits = model.mtp_logits
-        self.new_latents = model.new_latents
         self.steps = 0
         """Steps that this rank has taken part in."""
         self.repeated = 0
@@ -124,6 +122,7 @@ class Member:
         events = Events(self._connected, self._word, self._message, self._lost)
         self._links = Links(hello, place.addresses, events, place.silence_s)
         self._thread = threading.Thread(target=self._run, name="ep-steps", daemon=True)
+        self._ended: Future[None] = Future()
 
     # ---- as a model -----------------------------------------------------------------------
 
@@ -131,11 +130,6 @@ class Member:
     def config(self) -> ModelConfig:
         """As `DeepseekV3.config`."""
         return self._model.config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """As `DeepseekV3.dtype`."""
-        return self._model.dtype
 
     def forward(
         self,
@@ -160,6 +154,14 @@ class Member:
             Unavailable: the group has been left.
         """
         return self._call(_Call("mtp", batch, latents, form, previous_hidden))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `DeepseekV3.logits`; computed here alone."""
+        return self._model.logits(hidden)
+
+    def mtp_logits(self, hidden: Tensor) -> Tensor:
+        """As `DeepseekV3.mtp_logits`; computed here alone."""
+        return self._model.mtp_logits(hidden)
 
     def _call(self, call: _Call) -> Tensor:
         with self._changed:
@@ -223,10 +225,24 @@ class Member:
         with self._changed:
             return tuple(sorted(self._assembly.members))
 
-    @property
-    def sent(self) -> WireBytes | None:
-        """Bytes that this rank has sent since the members last changed."""
-        return None if self._built is None else self._built[2].expert_parallel.sent
+    def status(self) -> RankStatus:
+        """What there is to say of this rank now. On any thread."""
+        return RankStatus(
+            rank=self.place.rank,
+            size=len(self.place.addresses),
+            members=self.members,
+            steps=self.steps,
+            repeated=self.repeated,
+            sent_bytes=self._links.sent_bytes,
+        )
+
+    async def ended(self) -> None:
+        """Waits until the steps have ended; they do by ``close``, or by a mistake.
+
+        Raises:
+            Exception: the mistake.
+        """
+        await asyncio.wrap_future(self._ended)
 
     def _present(self) -> set[int]:
         return set(self._assembly.present)
@@ -307,6 +323,7 @@ class Member:
             while True:
                 agreed, call = self._agree()
                 if agreed is None:
+                    self._ended.set_result(None)
                     return
                 if agreed.kind == "idle":
                     continue
@@ -314,7 +331,8 @@ class Member:
         except BaseException as error:
             log.exception("the steps of this rank have ended")
             self._fail_all(error)
-            raise
+            self._links.close()
+            self._ended.set_exception(error)
 
     def _agree(self) -> tuple[Agreed | None, _Call | None]:
         """Waits for something to do, then for the others; None once the group is left."""
@@ -461,17 +479,3 @@ def _once(call: _Call) -> Callable[[int], None] | None:
             tell(layer)
 
     return told
-
-
-def addresses_of(text: str) -> Sequence[str]:
-    """"host:port,host:port" as a list.
-
-    Raises:
-        ConfigError: an entry is none.
-    """
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    for address in found:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(f"{address!r} is no host:port")
-    return found
