@@ -13,8 +13,9 @@ computes the same bits, and views of the membership that differ for a moment cos
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Literal
 
 import msgspec
@@ -28,13 +29,16 @@ class Begin(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         members: who takes part, the sender included, in ascending order.
-        number: the step's number, as far as the sender knows; the largest one said is it.
-        ready: ranks that the sender can work with from the step after it.
+        number: of this word; the sender says each once.
+        used: for each of the members the number of the last of its words that the sender has used
+            for a step, 0 if none.
+        ready: ranks that the sender is connected to, itself included.
         kind, rows: what the sender wants, and how many rows it has.
     """
 
     members: tuple[int, ...]
     number: int
+    used: tuple[int, ...]
     ready: tuple[int, ...]
     kind: Kind
     rows: int
@@ -45,14 +49,15 @@ class Agreed:
     """A step that all members take part in.
 
     Attributes:
-        number: of the step; no earlier one of this rank has it.
+        step: which; it stands for the words of all members. Ranks that agreed on other words, of
+            which one was taken back, are in another step.
         members: in ascending order.
         kind: what is computed; members that want another kind, or nothing, have no rows in it.
             "idle" where nobody wants anything: then nothing is computed.
         most_rows: the most that a member has.
     """
 
-    number: int
+    step: int
     members: tuple[int, ...]
     kind: Kind
     most_rows: int
@@ -73,6 +78,7 @@ class Assembly:
         self._number = 0
         self._said: Begin | None = None
         self._heard: dict[int, Begin] = {}
+        self._used: dict[int, int] = {}
 
     # ---- what the network tells -----------------------------------------------------------
 
@@ -84,6 +90,7 @@ class Assembly:
         """The connection to `rank` is gone, and with it what it said."""
         self._connected.discard(rank)
         self._heard.pop(rank, None)
+        self._used.pop(rank, None)
         self._next -= {rank}
         if rank in self.members:
             self.members -= {rank}
@@ -99,10 +106,10 @@ class Assembly:
             return ()
         self._heard[rank] = begin
         theirs = frozenset(begin.members)
+        if rank in self.members:  # whom it cannot reach nobody can work together with
+            return tuple(sorted(self.members - set(begin.ready)))
         if self.rank not in theirs or theirs >= self.members:
             return ()
-        if rank in self.members:
-            return tuple(sorted(self.members - theirs))
         return (rank,)  # it would take this rank away from its group: once all can, all join
 
     def form(self, ranks: Iterable[int]) -> None:
@@ -133,39 +140,40 @@ class Assembly:
         self._join()
         ready = tuple(sorted(self._connected | {self.rank}))
         members = tuple(sorted(self.members))
-        self._said = Begin(members, self._number, ready, kind, rows)
+        self._number += 1
+        used = tuple(self._used.get(member, 0) for member in members)
+        self._said = Begin(members, self._number, used, ready, kind, rows)
         return self._said
 
     def agree(self) -> Agreed | None:
         """The step, once all members have said the same members; their words are then used up.
 
-        Where a member has said a larger group, this rank's word is taken back, and has to be said
-        again. (Nobody can have used it: that member's word was needed too.)
+        Where a member has said a larger group, or has used this rank's word for a step that it has
+        left already, the word is taken back, and another has to be said.
         """
         said = self._said
         if said is None:
             return None
-        if any(self._invites(word) for rank, word in self._heard.items() if rank in self.members):
+        theirs = [word for rank, word in self._heard.items() if rank in self.members]
+        if any(self._invites(word) or self._spent(said, word) for word in theirs):
             self._said = None
             return None
-        others = self.members - {self.rank}
-        words = [said]
-        for rank in others:
-            word = self._heard.get(rank)
+        words = []
+        for rank in said.members:
+            word = said if rank == self.rank else self._heard.get(rank)
             if word is None or word.members != said.members:
                 return None
             words.append(word)
-        for rank in others:
-            del self._heard[rank]
+        for rank in self.members - {self.rank}:
+            self._used[rank] = self._heard.pop(rank).number
         self._said = None
-        number = max(word.number for word in words)
-        self._number = number + 1
-        ready = frozenset.intersection(*(frozenset(word.ready) for word in words))
-        self._next = self.members | ready
+        sights = {frozenset(word.ready) for word in words}
+        if len(sights) == 1:  # nobody is half there: part of another group would only be torn off
+            self._next = self.members | sights.pop()
         kinds = {word.kind for word in words} - {"idle"}
         most = max(word.rows for word in words)
         kind: Kind = "forward" if "forward" in kinds else "mtp" if kinds else "idle"
-        return Agreed(number, said.members, kind, most)
+        return Agreed(_step(words), said.members, kind, most)
 
     def left(self, rank: int) -> bool:
         """Whether `rank` has gone on to another step, and sends nothing more for this one."""
@@ -183,7 +191,8 @@ class Assembly:
     def _join(self) -> None:
         """Who takes part in the step that begins: those agreed on after the last one, or the
         larger group that has taken this rank in."""
-        self.members = self._next & (self._connected | {self.rank})
+        reach = self._connected | {self.rank}
+        self.members = self._next & reach if len(self._next) > 1 else frozenset(reach)
         for word in self._heard.values():
             if self._invites(word):
                 self.members = frozenset(word.members)
@@ -195,5 +204,17 @@ class Assembly:
         reach = self._connected | {self.rank}
         return self.rank in theirs and theirs > self.members and theirs <= reach
 
+    def _spent(self, said: Begin, word: Begin) -> bool:
+        """Whether the one who said ``word`` has used ``said`` already."""
+        if self.rank not in word.members:
+            return False
+        return word.used[word.members.index(self.rank)] >= said.number
+
     def _concerns(self, rank: int, word: Begin) -> bool:
         return self._invites(word) or (rank in self.members and self.rank in word.members)
+
+
+def _step(words: Sequence[Begin]) -> int:
+    """A number for these words of these members, of 63 bits."""
+    said = msgspec.msgpack.encode([words[0].members, [word.number for word in words]])
+    return int.from_bytes(blake2b(said, digest_size=8).digest(), "big") >> 1

@@ -207,11 +207,11 @@ class Links:
             event(log, "rank_connected", rank=rank)
             self._events.connected(rank)
             why = self._read(link)
-            with self._lock:
-                del self._links[rank]
             if not self._closed.is_set():
                 event(log, "rank_lost", logging.WARNING, rank=rank, reason=why)
-            self._events.lost(rank, why)
+            self._events.lost(rank, why)  # before another one to this rank can begin
+            with self._lock:
+                del self._links[rank]
 
     def _greeted(self, sock: socket.socket, expected: int | None) -> int | None:
         """The other's number; None, and noted, where it is not one to work with."""

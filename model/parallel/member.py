@@ -113,6 +113,8 @@ class Member:
         self._assembly = Assembly(place.rank)
         self._changed = threading.Condition()
         self._messages: dict[tuple[int, Channel], Message] = {}
+        self._at: dict[int, int] = {}
+        """The step that a rank has sent a message of since its last word."""
         self._calls: list[_Call] = []
         self._closed = False
         self._owes = False
@@ -258,6 +260,7 @@ class Member:
         with self._changed:
             self._assembly.lost(rank)
             self._messages = {k: m for k, m in self._messages.items() if k[0] != rank}
+            self._at.pop(rank, None)
             self._changed.notify_all()
 
     def _word(self, rank: int, header: bytes) -> None:
@@ -267,6 +270,7 @@ class Member:
             self._links.drop(rank)
             return
         with self._changed:
+            self._at.pop(rank, None)
             gone = self._assembly.hear(rank, word)
             self._changed.notify_all()
         for other in gone:
@@ -275,6 +279,7 @@ class Member:
     def _message(self, rank: int, channel: Channel, message: Message) -> None:
         with self._changed:
             self._messages[rank, channel] = message
+            self._at[rank] = channel.step
             self._changed.notify_all()
 
     # ---- the transport of one step --------------------------------------------------------
@@ -301,7 +306,7 @@ class Member:
         key = (source, channel)
 
         def over() -> bool:
-            return key in self._messages or self._closed or self._left(source)
+            return key in self._messages or self._closed or self._left(source, channel.step)
 
         with self._changed:
             there = self._changed.wait_for(over, self.place.step_s)
@@ -312,8 +317,11 @@ class Member:
             self._links.drop(source)
         raise RankLost(source, str(channel))
 
-    def _left(self, source: int) -> bool:
-        return source != self.place.rank and self._assembly.left(source)
+    def _left(self, source: int, step: int) -> bool:
+        """Whether a rank sends nothing more for a step, or is in another one."""
+        if source == self.place.rank:
+            return False
+        return self._assembly.left(source) or self._at.get(source, step) != step
 
     # ---- steps (their thread) -------------------------------------------------------------
 
@@ -376,8 +384,8 @@ class Member:
             if not self._changed.wait_for(over, self.place.step_s):
                 return None, assembly.missing()
             if found is not None:
-                late = found.number
-                self._messages = {k: m for k, m in self._messages.items() if k[1].step >= late}
+                step = found.step
+                self._messages = {k: m for k, m in self._messages.items() if k[1].step == step}
             return found, ()
 
     def _step(self, agreed: Agreed, call: _Call | None) -> None:
@@ -388,7 +396,7 @@ class Member:
         except WorkerLost as lost:
             self.repeated += 1
             self._owes = True
-            event(log, "step_ended_early", logging.WARNING, step=agreed.number, reason=lost)
+            event(log, "step_ended_early", logging.WARNING, step=agreed.step, reason=lost)
             return
         except Exception as error:  # noqa: BLE001 - it is raised where the call was made
             self._owes = True
@@ -408,9 +416,9 @@ class Member:
         model, count = self._model, len(self._model.layers)
         numbers = range(count) if agreed.kind == "forward" else range(count, count + 1)
         mode = choose_mode(self.settings.mode, agreed.most_rows, self.settings.threshold)
-        work = _idle(model, agreed.number)
+        work = _idle(model, agreed.step)
         if call is not None:
-            work = _work(model, agreed.number, call, split=mode == "microbatch")
+            work = _work(model, agreed.step, call, split=mode == "microbatch")
         layers = [(n, self._builder.routed(n)) for n in numbers]
         for item in plan_schedule(layers, mode):
             for _ in rank.run(item, work):
