@@ -1,4 +1,4 @@
-"""Expert parallelism in one process: to the last bit what one rank computes, wherever experts are."""
+"""Expert parallelism in one process: what one rank computes, bit for bit, wherever experts are."""
 
 import pytest
 import torch

@@ -161,11 +161,12 @@ class Rank:
 
     def _attend(self, item: Item, work: Work, flow: Flow, layer: LayerShard) -> Iterator[None]:
         """Stage 2 up to the post norm."""
-        rows, attention = flow.x.shape[0], layer.attention
-        heads = attention.v_b_proj.shape[0]
-        attended = flow.x.new_empty((0, heads * attention.value_dim))
-        if flow.step is not None:
-            attended = attention.attend(flow.queries, flow.step)[:rows]
+        if flow.step is None:
+            # All members of the group have no row, so none waits for another.
+            flow.own = flow.normed = flow.x
+            return
+        rows = flow.x.shape[0]
+        attended = layer.attention.attend(flow.queries, flow.step)[:rows]
         flow.queries = ()
         tp = self.tensor_parallel
         if tp is None:
@@ -223,7 +224,7 @@ class Rank:
         """Adds the feed-forward part to the own rows; gives every member of the group all rows."""
         own = _some(flow.own) + output
         tp = self.tensor_parallel
-        if tp is not None:
+        if tp is not None and flow.step is not None:
             channel = self._channel("rows", item, work)
             tp.gather_send(channel, own)
             yield

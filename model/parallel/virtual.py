@@ -176,6 +176,11 @@ class VirtualRanks:
         self._ranks.pop(rank, None)
         return self.rebalance(placement)
 
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ranks that have failed and have not been left behind by `exclude`."""
+        return tuple(sorted(r for r, before in self._failing.items() if before == 0))
+
     def take_load(self) -> Tensor:
         """Rows for each logical expert [MoE layers, experts] of all ranks since the last call."""
         counts = [rank.load.take() for rank in self._ranks.values() if rank.load is not None]
