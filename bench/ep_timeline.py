@@ -77,7 +77,8 @@ def recorded(ep: int, mode: Mode, tokens: int, trace: Path) -> None:
     from pdmesh.launch.topology import shipped_model
     from pdmesh.model.batch import Batch, SequenceSlice
     from pdmesh.model.parallel.groups import Groups
-    from pdmesh.model.parallel.virtual import RankBatch, Settings, VirtualRanks
+    from pdmesh.model.parallel.step import RankBatch
+    from pdmesh.model.parallel.virtual import Settings, VirtualRanks
     from pdmesh.model.weights import load_model
 
     torch.set_num_threads(1)

@@ -19,7 +19,8 @@ from pdmesh.model.parallel.exchange import RankLost
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.placement import Placement
 from pdmesh.model.parallel.schedule import plan_schedule
-from pdmesh.model.parallel.virtual import RankBatch, Settings, VirtualRanks
+from pdmesh.model.parallel.step import RankBatch
+from pdmesh.model.parallel.virtual import Settings, VirtualRanks
 from pdmesh.wire.errors import ConfigError
 
 UNEVEN = (3, 0, 1, 6, 2)

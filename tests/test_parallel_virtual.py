@@ -16,7 +16,8 @@ from parallel_rig import (
 
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.payload import WireFormat
-from pdmesh.model.parallel.virtual import RankBatch, Settings, VirtualRanks
+from pdmesh.model.parallel.step import RankBatch
+from pdmesh.model.parallel.virtual import Settings, VirtualRanks
 from pdmesh.wire.errors import ConfigError
 
 UNEVEN = (3, 0, 1, 6, 2)

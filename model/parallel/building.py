@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.moe import Moe
-from pdmesh.model.parallel.exchange import ExpertParallel
+from pdmesh.model.parallel.exchange import ExpertParallel, Transport
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.load import ExpertLoad
 from pdmesh.model.parallel.local import LocalExperts
-from pdmesh.model.parallel.mailbox import Mailboxes
 from pdmesh.model.parallel.messages import MessageExperts
 from pdmesh.model.parallel.payload import WireFormat
 from pdmesh.model.parallel.placement import Placement
@@ -74,15 +73,18 @@ class RankBuilder:
 
     def build(
         self,
-        rank: int,
         members: Sequence[int],
         placement: Placement,
-        mailboxes: Mailboxes,
-        old: tuple[Rank, Placement] | None,
+        transport: Transport,
+        old: tuple[Rank, Placement] | None = None,
     ) -> Rank:
-        """The rank `rank` among `members`; what `old` holds already is not read again."""
+        """The rank of `transport` among `members`.
+
+        `old` is what it was under the placement before: experts that it holds already are not read
+        again, and it goes on counting.
+        """
+        rank = transport.rank
         at = self._groups.coordinates(rank)
-        transport = mailboxes.end(rank)
         ends: ExpertParallel
         if self._groups.ep == 1 and placement == self.placement(None):
             ends = LocalExperts(self._wire)
@@ -96,7 +98,9 @@ class RankBuilder:
             ends,
             TensorParallel(transport, group) if len(group) > 1 else None,
             self._arithmetic == "fast",
-            ExpertLoad(len(self._moes), self._model.config.n_routed_experts),
+            ExpertLoad(len(self._moes), self._model.config.n_routed_experts)
+            if old is None
+            else old[0].load,
         )
 
     def _experts(
@@ -115,5 +119,8 @@ class RankBuilder:
     def _replicas(self, placement: Placement) -> list[ReplicaTable]:
         if self._tables[0] is not placement:
             layers = range(len(placement.layers))
-            self._tables = (placement, [ReplicaTable.build(placement, n) for n in layers])
+            self._tables = (
+                placement,
+                [ReplicaTable.build(placement, n, self._model.device) for n in layers],
+            )
         return self._tables[1]

@@ -18,7 +18,8 @@ from torch import Tensor
 from pdmesh.model.batch import Batch, Form
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
-from pdmesh.model.parallel.virtual import RankBatch, VirtualRanks
+from pdmesh.model.parallel.step import RankBatch
+from pdmesh.model.parallel.virtual import VirtualRanks
 
 _T = TypeVar("_T")
 

@@ -108,7 +108,7 @@ class MessageExperts:
         filled = [message for message in messages if message]
         counts = tuple(message[0].shape[0] if message else 0 for message in messages)
         if not filled:
-            empty = torch.empty((0, 1), dtype=torch.int64)
+            empty = torch.empty((0, 1), dtype=torch.int64, device=rows.device)
             return Received(rows.new_empty((0, rows.shape[1])), empty, channel, counts)
         begin, index = 0, []
         for pairs, *packed in filled:
@@ -143,7 +143,7 @@ class MessageExperts:
         ]
         if not parts:
             return rows.new_empty((0, rows.shape[1]))
-        outputs = torch.empty((sent.order.shape[0], rows.shape[1]), dtype=rows.dtype)
+        outputs = rows.new_empty((sent.order.shape[0], rows.shape[1]))
         outputs.index_copy_(0, sent.order, torch.cat(parts).to(rows.dtype))
         return weighted_sum(outputs.view(*sent.shape, -1), weights)
 

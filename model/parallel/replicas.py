@@ -24,12 +24,14 @@ class ReplicaTable:
     counts: Tensor
 
     @staticmethod
-    def build(placement: Placement, layer: int) -> ReplicaTable:
+    def build(placement: Placement, layer: int, device: torch.device | str = "cpu") -> ReplicaTable:
         """For one MoE layer of a placement."""
         copies = placement.copies(layer)
         most = max(len(found) for found in copies)
-        padded = torch.tensor([found + found[:1] * (most - len(found)) for found in copies])
-        counts = torch.tensor([len(found) for found in copies])
+        padded = torch.tensor(
+            [found + found[:1] * (most - len(found)) for found in copies], device=device
+        )
+        counts = torch.tensor([len(found) for found in copies], device=device)
         return ReplicaTable(padded[..., 0].contiguous(), padded[..., 1].contiguous(), counts)
 
     def choose(self, ids: Tensor, home: int) -> tuple[Tensor, Tensor]:
@@ -43,7 +45,7 @@ class ReplicaTable:
         totals = torch.bincount(flat, minlength=self.counts.shape[0])
         first = totals.cumsum(0) - totals
         sorted_ids = flat.index_select(0, order)
-        turn = torch.arange(flat.shape[0]) - first.index_select(0, sorted_ids)
+        turn = torch.arange(flat.shape[0], device=flat.device) - first.index_select(0, sorted_ids)
         chosen = (turn + home) % self.counts.index_select(0, sorted_ids)
         copy = torch.empty_like(chosen).scatter_(0, order, chosen)
         return self.ranks[flat, copy].view_as(ids), self.slots[flat, copy].view_as(ids)
