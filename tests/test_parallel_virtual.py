@@ -16,10 +16,12 @@ from parallel_rig import (
     wide_model,
 )
 
+from pdmesh.launch.topology import shipped_model
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.payload import WireFormat
 from pdmesh.model.parallel.step import RankBatch
 from pdmesh.model.parallel.virtual import Settings, VirtualRanks
+from pdmesh.model.weights import load_model
 from pdmesh.wire.errors import ConfigError
 
 UNEVEN = (3, 0, 1, 6, 2)
@@ -117,6 +119,13 @@ def test_sixteen_bit_weights_are_exact_over_tp_too(seed):
     model = tiny_model(seed, **(WIDE | changes)).bfloat16()
     ranks = VirtualRanks(model, Groups(8, 8))
     check_hidden(ranks, a_step(model, 1, 8, (64,)))
+
+
+@pytest.mark.parametrize(("ep", "tp"), [(32, 1), (8, 8)])
+def test_the_shipped_model_runs_at_the_largest_ep_and_tp_that_it_allows(ep, tp):
+    model = load_model(shipped_model())
+    ranks = VirtualRanks(model, Groups(ep, tp), settings=Settings(mode="microbatch"))
+    check(ranks, a_step(model, ep // tp, tp, (7, 0, 1)))
 
 
 def test_a_batch_of_several_prompts_is_cut_between_them():
