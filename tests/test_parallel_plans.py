@@ -10,7 +10,7 @@ from pdmesh.model.batch import Batch, SequenceSlice
 from pdmesh.model.parallel.groups import Groups, share
 from pdmesh.model.parallel.microbatch import split_batch
 from pdmesh.model.parallel.placement import Move, Placement
-from pdmesh.model.parallel.replicas import ReplicaTable
+from pdmesh.model.parallel.replicas import ReplicaTable, first_copy
 from pdmesh.model.parallel.schedule import (
     FIVE,
     WHOLE,
@@ -92,16 +92,34 @@ def test_without_spare_copies_the_ranks_that_are_left_get_more_slots():
         new.without(range(4))
 
 
-def test_copies_are_chosen_in_turn_from_another_one_for_each_home():
+def test_copies_are_chosen_in_turn_wherever_a_home_begins():
     table = ReplicaTable.build(Placement(2, (((0,), (0, 1), (0,)),)), 0)
     ids = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 1], [0, 1]])
-    ranks, slots = table.choose(ids, home=0)
-    assert ranks.tolist() == [[0, 1], [1, 1], [2, 1], [0, 1], [1, 1]]
-    assert slots.tolist() == [[0, 1], [0, 1], [0, 1], [0, 1], [0, 1]]
-    assert table.choose(ids, home=1)[0][:, 0].tolist() == [1, 2, 0, 1, 2]
+    begins = set()
+    for home in range(20):
+        ranks, slots = table.choose(ids, home)
+        begin = first_copy(home, 0, 3)
+        begins.add(begin)
+        assert ranks[:, 0].tolist() == [(begin + turn) % 3 for turn in range(5)]
+        assert ranks[:, 1].tolist() == [1] * 5
+        assert slots.tolist() == [[0, 1]] * 5
+        again = table.choose(ids, home)
+        assert torch.equal(again[0], ranks)
+    assert begins == {0, 1, 2}
 
 
-def test_a_million_choices_are_shared_evenly_by_copies_over_many_homes():
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+@pytest.mark.parametrize("stride", [1, 2, 3, 4, 6, 8])
+def test_copies_come_up_about_as_often_though_only_every_nth_home_has_rows(count, stride):
+    homes = range(stride - 1, 1024 * stride, stride)
+    for expert in (0, 7, 255):
+        first = [first_copy(home, expert, count) for home in homes]
+        often = [first.count(copy) for copy in range(count)]
+        assert max(often) < 1.25 * 1024 / count
+        assert min(often) > 0.75 * 1024 / count
+
+
+def test_a_hundred_thousand_choices_are_shared_evenly_by_copies_over_many_homes():
     physical = [e % 64 for e in range(96)]
     placement = Placement.cut([physical], 64, 8)
     table = ReplicaTable.build(placement, 0)
