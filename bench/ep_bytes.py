@@ -29,7 +29,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / ".pythonpath")]
 
-from pdmesh.model.parallel.exchange import Channel  # noqa: E402 - the path is set above
+from pdmesh.model.parallel.exchange import (  # noqa: E402 - the path is set above
+    Channel,
+    ReceivedRows,
+)
 from pdmesh.model.parallel.mailbox import Mailboxes  # noqa: E402
 from pdmesh.model.parallel.messages import MessageExperts  # noqa: E402
 from pdmesh.model.parallel.payload import WireFormat  # noqa: E402
@@ -56,6 +59,7 @@ def exchanged(counts: Sequence[int]) -> tuple[int, int, int]:
     computed = 0
     for end, handle in zip(ends, sent, strict=True):
         received = end.dispatch_recv(handle)
+        assert isinstance(received, ReceivedRows)
         computed += received.rows.shape[0]
         outputs = torch.zeros(1, dtype=torch.bfloat16).expand(*received.slots.shape, HIDDEN)
         end.combine_send(handle, received, outputs)

@@ -21,6 +21,7 @@ from pdmesh.model.parallel.exchange import (
     DispatchHandle,
     Message,
     Received,
+    ReceivedRows,
     Transport,
     WireBytes,
 )
@@ -109,7 +110,7 @@ class MessageExperts:
         counts = tuple(message[0].shape[0] if message else 0 for message in messages)
         if not filled:
             empty = torch.empty((0, 1), dtype=torch.int64, device=rows.device)
-            return Received(rows.new_empty((0, rows.shape[1])), empty, channel, counts)
+            return ReceivedRows(rows.new_empty((0, rows.shape[1])), empty, channel, counts)
         begin, index = 0, []
         for pairs, *packed in filled:
             index.append(pairs[:, 0].long() + begin)
@@ -117,13 +118,14 @@ class MessageExperts:
         packed = [torch.cat(tensors) for tensors in zip(*(m[1:] for m in filled), strict=True)]
         arrived = self._wire.unpack_rows(tuple(packed), rows.dtype)
         slots = torch.cat([message[0][:, 1:] for message in filled]).long()
-        return Received(arrived.index_select(0, torch.cat(index)), slots, channel, counts)
+        return ReceivedRows(arrived.index_select(0, torch.cat(index)), slots, channel, counts)
 
     def combine_send(
         self, handle: DispatchHandle, received: Received, outputs: Tensor
     ) -> CombineHandle:
         """See `ExpertParallel`."""
         assert isinstance(handle, _Dispatched)
+        assert isinstance(received, ReceivedRows)
         channel = handle.channel._replace(kind="combine")
         packed, at = self._wire.pack_outputs(outputs[:, 0]), 0
         for peer, count in zip(self._peers, received.counts, strict=True):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from pdmesh.kernels.linear import linear, pad_rows
-from pdmesh.kernels.moe import expert_outputs
 from pdmesh.kernels.norm import rms_norm
 from pdmesh.model.context import StepContext
 from pdmesh.model.moe import Mlp, Moe
@@ -213,10 +212,7 @@ class Rank:
         dispatched = _some(flow.dispatched)
         received = self.expert_parallel.dispatch_recv(dispatched)
         gate_up, down = self.experts[_some(self._moe_layers[item.layer])]
-        if received.rows.shape[0]:
-            outputs = expert_outputs(received.rows, received.slots, gate_up, down)
-        else:
-            outputs = received.rows.new_empty((*received.slots.shape, received.rows.shape[1]))
+        outputs = received.outputs(gate_up, down)
         flow.combined = self.expert_parallel.combine_send(dispatched, received, outputs)
         flow.dispatched = None
 
