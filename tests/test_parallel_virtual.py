@@ -198,6 +198,9 @@ def test_what_does_not_fit_is_refused_with_a_sentence():
         VirtualRanks(model, Groups(8), redundant(288, 4))
     with pytest.raises(ValueError, match="1 inputs for 2 DP groups"):
         VirtualRanks(model, Groups(2)).forward([None])
+    plain = VirtualRanks(tiny_model(0, num_nextn_predict_layers=0), Groups(2))
+    with pytest.raises(ValueError, match="this model has no MTP layer"):
+        plain.mtp_forward([None, None], [None, None])
     step = a_step(model, 1, 1, (3,))
     with pytest.raises(ValueError, match="1 pools for the 2 TP ranks of DP group 0"):
         VirtualRanks(model, Groups(2, 2)).forward(step.inputs)
