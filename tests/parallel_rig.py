@@ -15,7 +15,8 @@ from pdmesh.model.batch import Batch, Form
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.parallel.balancer import BalanceRule, place
 from pdmesh.model.parallel.placement import Placement
-from pdmesh.model.parallel.virtual import RankBatch, VirtualRanks
+from pdmesh.model.parallel.step import RankBatch
+from pdmesh.model.parallel.virtual import VirtualRanks
 
 WIDE = {
     "num_hidden_layers": 2,

@@ -1,8 +1,10 @@
-"""Expert parallelism in one process: the bits of one rank, wherever the experts are."""
+"""Expert parallelism in one process: what one rank computes, bit for bit, wherever experts are."""
 
 import pytest
 import torch
+from model_cases import tiny_model
 from parallel_rig import (
+    WIDE,
     a_batch,
     a_step,
     check,
@@ -14,9 +16,12 @@ from parallel_rig import (
     wide_model,
 )
 
+from pdmesh.launch.topology import shipped_model
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.payload import WireFormat
-from pdmesh.model.parallel.virtual import RankBatch, Settings, VirtualRanks
+from pdmesh.model.parallel.step import RankBatch
+from pdmesh.model.parallel.virtual import Settings, VirtualRanks
+from pdmesh.model.weights import load_model
 from pdmesh.wire.errors import ConfigError
 
 UNEVEN = (3, 0, 1, 6, 2)
@@ -107,14 +112,20 @@ def test_partial_sums_of_fast_arithmetic_agree_within_rounding_in_every_schedule
     assert not torch.equal(found[0], step.hidden[0]), "nothing was added up in parts"
 
 
-def test_sixteen_bit_weights_are_exact_over_tp_too():
-    from model_cases import tiny_model
-    from parallel_rig import WIDE
-
-    wide = WIDE | {"hidden_size": 64, "q_lora_rank": 512, "n_routed_experts": 32, "n_group": 4}
-    model = tiny_model(0, **wide).bfloat16()
+@pytest.mark.parametrize("seed", range(3))
+def test_sixteen_bit_weights_are_exact_over_tp_too(seed):
+    """Sums of 1,536 numbers, which a narrower 16-bit product may round another way."""
+    changes = {"q_lora_rank": 1536, "qk_nope_head_dim": 16, "n_routed_experts": 32, "n_group": 4}
+    model = tiny_model(seed, **(WIDE | changes)).bfloat16()
     ranks = VirtualRanks(model, Groups(8, 8))
     check_hidden(ranks, a_step(model, 1, 8, (64,)))
+
+
+@pytest.mark.parametrize(("ep", "tp"), [(32, 1), (8, 8)])
+def test_the_shipped_model_runs_at_the_largest_ep_and_tp_that_it_allows(ep, tp):
+    model = load_model(shipped_model())
+    ranks = VirtualRanks(model, Groups(ep, tp), settings=Settings(mode="microbatch"))
+    check(ranks, a_step(model, ep // tp, tp, (7, 0, 1)))
 
 
 def test_a_batch_of_several_prompts_is_cut_between_them():
@@ -187,6 +198,9 @@ def test_what_does_not_fit_is_refused_with_a_sentence():
         VirtualRanks(model, Groups(8), redundant(288, 4))
     with pytest.raises(ValueError, match="1 inputs for 2 DP groups"):
         VirtualRanks(model, Groups(2)).forward([None])
+    plain = VirtualRanks(tiny_model(0, num_nextn_predict_layers=0), Groups(2))
+    with pytest.raises(ValueError, match="this model has no MTP layer"):
+        plain.mtp_forward([None, None], [None, None])
     step = a_step(model, 1, 1, (3,))
     with pytest.raises(ValueError, match="1 pools for the 2 TP ranks of DP group 0"):
         VirtualRanks(model, Groups(2, 2)).forward(step.inputs)

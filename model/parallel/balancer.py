@@ -28,7 +28,8 @@ class BalanceRule:
         tolerance: a layer's plan is stale once its busiest rank has so many times the load that it
             would have under a new one.
         drift: share of a layer's rows (mean over layers) that an interval sends to other experts
-            than those before it, from which on these are of another workload, and forgotten.
+            than those before it, beyond what chance makes of so few rows; from there on these are
+            of another workload, and forgotten.
     """
 
     num_physical: int
@@ -37,7 +38,7 @@ class BalanceRule:
     window: int = 8
     min_rows: int = 2048
     tolerance: float = 1.1
-    drift: float = 0.15
+    drift: float = 0.05
 
 
 class Balancer:
@@ -115,8 +116,12 @@ class Balancer:
         )
         if not enough.any():
             return False
-        shares = [x[enough] / x[enough].sum(axis=1, keepdims=True) for x in (before, after)]
-        return float(np.abs(shares[0] - shares[1]).sum(axis=1).mean()) / 2 > self._rule.drift
+        totals = [x[enough].sum(axis=1) for x in (before, after)]
+        shares = [x[enough] / t[:, None] for x, t in zip((before, after), totals, strict=True)]
+        distance = np.abs(shares[0] - shares[1]).sum(axis=1) / 2
+        # What two draws from equal shares come to in the mean: E |normal| for each expert.
+        chance = np.sqrt(rows.shape[1] / (2 * np.pi) * (1 / totals[0] + 1 / totals[1]))
+        return float((distance - chance).mean()) > self._rule.drift
 
 
 def place(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.moe import Moe
@@ -20,13 +19,6 @@ from pdmesh.model.parallel.shards import Experts, LayerShard, expert_shard, laye
 from pdmesh.model.parallel.tensor import TensorParallel
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Arithmetic
-
-
-class Ends(Protocol):
-    """Where the transports of ranks are."""
-
-    def end(self, rank: int) -> Transport:
-        """The transport of `rank`."""
 
 
 class RankBuilder:
@@ -81,29 +73,34 @@ class RankBuilder:
 
     def build(
         self,
-        rank: int,
         members: Sequence[int],
         placement: Placement,
-        ends: Ends,
-        old: tuple[Rank, Placement] | None,
+        transport: Transport,
+        old: tuple[Rank, Placement] | None = None,
     ) -> Rank:
-        """The rank `rank` among `members`; what `old` holds already is not read again."""
+        """The rank of `transport` among `members`.
+
+        `old` is what it was under the placement before: experts that it holds already are not read
+        again, and it goes on counting.
+        """
+        rank = transport.rank
         at = self._groups.coordinates(rank)
-        transport = ends.end(rank)
-        experts: ExpertParallel
+        ends: ExpertParallel
         if self._groups.ep == 1 and placement == self.placement(None):
-            experts = LocalExperts(self._wire)
+            ends = LocalExperts(self._wire)
         else:
-            experts = MessageExperts(transport, members, self._replicas(placement), self._wire)
+            ends = MessageExperts(transport, members, self._replicas(placement), self._wire)
         group = self._groups.tp_group(at.dp)
         return Rank(
             self._shards[at.tp],
             self._moe_layers,
             [self._experts(layer, rank, placement, old) for layer in range(len(self._moes))],
-            experts,
+            ends,
             TensorParallel(transport, group) if len(group) > 1 else None,
             self._arithmetic == "fast",
-            ExpertLoad(len(self._moes), self._model.config.n_routed_experts),
+            ExpertLoad(len(self._moes), self._model.config.n_routed_experts)
+            if old is None
+            else old[0].load,
         )
 
     def _experts(
@@ -122,5 +119,8 @@ class RankBuilder:
     def _replicas(self, placement: Placement) -> list[ReplicaTable]:
         if self._tables[0] is not placement:
             layers = range(len(placement.layers))
-            self._tables = (placement, [ReplicaTable.build(placement, n) for n in layers])
+            self._tables = (
+                placement,
+                [ReplicaTable.build(placement, n, self._model.device) for n in layers],
+            )
         return self._tables[1]

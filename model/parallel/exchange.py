@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from pdmesh.kernels.moe import expert_outputs
 from pdmesh.wire.errors import WorkerLost
 
 Message = tuple[Tensor, ...]
@@ -88,9 +89,23 @@ class WireBytes:
         return sum(self.by_peer(kind).values())
 
 
+class Received(Protocol):
+    """Rows at the experts of a rank, in whatever layout the backend has them."""
+
+    @property
+    def channel(self) -> Channel:
+        """The dispatch that they came by."""
+
+    def outputs(self, gate_up: Tensor, down: Tensor) -> Tensor:
+        """What the rank's experts make of them, in the layout that the backend sends back.
+
+        gate_up [slots, 2 i, h] and down [slots, h, i]. A result depends on its row and expert only.
+        """
+
+
 @dataclass(frozen=True)
-class Received:
-    """Rows at the experts of a rank.
+class ReceivedRows:
+    """Rows as a plain matrix.
 
     Attributes:
         rows: [p, h].
@@ -103,6 +118,12 @@ class Received:
     slots: Tensor
     channel: Channel
     counts: tuple[int, ...]
+
+    def outputs(self, gate_up: Tensor, down: Tensor) -> Tensor:
+        """See `Received`: [p, j, h]."""
+        if not self.rows.shape[0]:
+            return self.rows.new_empty((*self.slots.shape, self.rows.shape[1]))
+        return expert_outputs(self.rows, self.slots, gate_up, down)
 
 
 class DispatchHandle(Protocol):
@@ -154,7 +175,7 @@ class ExpertParallel(Protocol):
     def combine_send(
         self, handle: DispatchHandle, received: Received, outputs: Tensor
     ) -> CombineHandle:
-        """Send outputs [p, j, h] of the received rows' experts back to the rows' homes."""
+        """Send what `received.outputs` gave back to the rows' homes."""
 
     def combine_recv(self, handle: CombineHandle, weights: Tensor) -> Tensor:
         """Wait for the outputs of the own rows and add them up: [n, h] in the rows' dtype.

@@ -13,6 +13,7 @@ from pdmesh.model.parallel.exchange import (
     CombineHandle,
     DispatchHandle,
     Received,
+    ReceivedRows,
     WireBytes,
 )
 from pdmesh.model.parallel.payload import WireFormat
@@ -50,12 +51,13 @@ class LocalExperts:
         """See `ExpertParallel`."""
         assert isinstance(handle, _Dispatched)
         counts = (handle.rows.shape[0],)
-        return Received(handle.rows, handle.ids, handle.channel, counts)
+        return ReceivedRows(handle.rows, handle.ids, handle.channel, counts)
 
     def combine_send(
         self, handle: DispatchHandle, received: Received, outputs: Tensor
     ) -> CombineHandle:
         """See `ExpertParallel`."""
+        assert isinstance(received, ReceivedRows)
         return _Combined(received.channel, self._wire.pack_outputs(outputs), received.rows.dtype)
 
     def combine_recv(self, handle: CombineHandle, weights: Tensor) -> Tensor:

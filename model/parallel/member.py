@@ -19,13 +19,10 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from pdmesh.kernels.linear import linear
 from pdmesh.model.batch import Batch, Form
 from pdmesh.model.config import ModelConfig
-from pdmesh.model.context import StepContext
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.parallel.assembly import Agreed, Assembly, Begin, Kind
 from pdmesh.model.parallel.building import RankBuilder
@@ -33,10 +30,10 @@ from pdmesh.model.parallel.exchange import Channel, Message, RankLost
 from pdmesh.model.parallel.frames import Hello
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.links import Events, Links
-from pdmesh.model.parallel.microbatch import split_batch
 from pdmesh.model.parallel.placement import Placement
-from pdmesh.model.parallel.rank import Flow, Rank, Work
+from pdmesh.model.parallel.rank import Rank
 from pdmesh.model.parallel.schedule import choose_mode, plan_schedule
+from pdmesh.model.parallel.step import RankBatch, begin, first_rows, mtp_rows, walk
 from pdmesh.model.parallel.virtual import Settings
 from pdmesh.wire.errors import ConfigError, Unavailable, WorkerLost
 from pdmesh.wire.logs import event
@@ -289,11 +286,6 @@ class Member:
         """See `Transport`."""
         return self.place.rank
 
-    def end(self, rank: int) -> Member:
-        """See `Mailboxes`: this process has one rank's end."""
-        assert rank == self.place.rank
-        return self
-
     def post(self, to: int, channel: Channel, message: Message) -> None:
         """See `Transport`."""
         if to == self.place.rank:
@@ -414,16 +406,21 @@ class Member:
     def _compute(self, agreed: Agreed, call: _Call | None) -> Tensor | None:
         rank = self._rank_among(agreed.members)
         model, count = self._model, len(self._model.layers)
-        numbers = range(count) if agreed.kind == "forward" else range(count, count + 1)
+        main = agreed.kind == "forward"
+        numbers = range(count) if main else range(count, count + 1)
         mode = choose_mode(self.settings.mode, agreed.most_rows, self.settings.threshold)
-        work = _idle(model, agreed.step)
+        schedule = plan_schedule([(n, self._builder.routed(n)) for n in numbers], mode)
+        item: RankBatch | None = None
+        rows: Tensor | None = None
         if call is not None:
-            work = _work(model, agreed.step, call, split=mode == "microbatch")
-        layers = [(n, self._builder.routed(n)) for n in numbers]
-        for item in plan_schedule(layers, mode):
-            for _ in rank.run(item, work):
-                pass
-        return None if call is None else work.result()
+            item = RankBatch(call.batch, (call.latents,), call.form, _once(call))
+            if call.previous is None:
+                rows = first_rows(model, item)
+            else:
+                rows = mtp_rows(model, item, call.previous)
+        work = begin(model, agreed.step, mode, item, rows, first_key=0 if main else 1)
+        result = walk(rank, schedule, work)
+        return None if call is None else result
 
     def _rank_among(self, members: tuple[int, ...]) -> Rank:
         """This rank's shard while these work together: a function of who they are."""
@@ -432,7 +429,7 @@ class Member:
         gone = set(range(self._placement.num_ranks)) - set(members)
         placement = self._placement.without(gone) if gone else self._placement
         old = None if self._built is None else (self._built[2], self._built[1])
-        rank = self._builder.build(self.place.rank, members, placement, self, old)
+        rank = self._builder.build(members, placement, self, old)
         if self._built is not None:
             event(log, "experts_placed", members=",".join(map(str, members)))
         self._built = members, placement, rank
@@ -445,35 +442,6 @@ class Member:
                 call.error = error
             self._calls.clear()
             self._changed.notify_all()
-
-
-def _idle(model: DeepseekV3, number: int) -> Work:
-    none = model.embed_tokens[:0]
-    return Work(number, Flow(-1, none, None), (Flow(0, none, None), Flow(1, none, None)))
-
-
-def _work(model: DeepseekV3, number: int, call: _Call, *, split: bool) -> Work:
-    """A call as its rank's part of a step."""
-    table = model.rope_table()
-    first_key = 0 if call.kind == "forward" else 1
-
-    def step(batch: Batch) -> StepContext:
-        return StepContext.build(batch, call.latents, table, call.form, first_key)
-
-    rows = F.embedding(call.batch.tokens, model.embed_tokens)
-    if call.kind == "mtp":
-        mtp, hidden = model.mtp, call.previous
-        assert mtp is not None
-        assert hidden is not None
-        rows = linear(mtp.joined(rows, hidden), mtp.eh_proj.weight)
-    parts = split_batch(call.batch) if split else None
-    whole = Flow(-1, rows, step(call.batch))
-    if parts is None:
-        halves = (Flow(0, rows, whole.step), Flow(1, rows[:0], None))
-    else:
-        at = parts[0].num_rows
-        halves = (Flow(0, rows[:at], step(parts[0])), Flow(1, rows[at:], step(parts[1])))
-    return Work(number, whole, halves, _once(call))
 
 
 def _once(call: _Call) -> Callable[[int], None] | None:

@@ -21,6 +21,7 @@ from pdmesh.model.parallel.exchange import (
     DispatchHandle,
     Message,
     Received,
+    ReceivedRows,
     Transport,
     WireBytes,
 )
@@ -108,8 +109,8 @@ class MessageExperts:
         filled = [message for message in messages if message]
         counts = tuple(message[0].shape[0] if message else 0 for message in messages)
         if not filled:
-            empty = torch.empty((0, 1), dtype=torch.int64)
-            return Received(rows.new_empty((0, rows.shape[1])), empty, channel, counts)
+            empty = torch.empty((0, 1), dtype=torch.int64, device=rows.device)
+            return ReceivedRows(rows.new_empty((0, rows.shape[1])), empty, channel, counts)
         begin, index = 0, []
         for pairs, *packed in filled:
             index.append(pairs[:, 0].long() + begin)
@@ -117,13 +118,14 @@ class MessageExperts:
         packed = [torch.cat(tensors) for tensors in zip(*(m[1:] for m in filled), strict=True)]
         arrived = self._wire.unpack_rows(tuple(packed), rows.dtype)
         slots = torch.cat([message[0][:, 1:] for message in filled]).long()
-        return Received(arrived.index_select(0, torch.cat(index)), slots, channel, counts)
+        return ReceivedRows(arrived.index_select(0, torch.cat(index)), slots, channel, counts)
 
     def combine_send(
         self, handle: DispatchHandle, received: Received, outputs: Tensor
     ) -> CombineHandle:
         """See `ExpertParallel`."""
         assert isinstance(handle, _Dispatched)
+        assert isinstance(received, ReceivedRows)
         channel = handle.channel._replace(kind="combine")
         packed, at = self._wire.pack_outputs(outputs[:, 0]), 0
         for peer, count in zip(self._peers, received.counts, strict=True):
@@ -143,7 +145,7 @@ class MessageExperts:
         ]
         if not parts:
             return rows.new_empty((0, rows.shape[1]))
-        outputs = torch.empty((sent.order.shape[0], rows.shape[1]), dtype=rows.dtype)
+        outputs = rows.new_empty((sent.order.shape[0], rows.shape[1]))
         outputs.index_copy_(0, sent.order, torch.cat(parts).to(rows.dtype))
         return weighted_sum(outputs.view(*sent.shape, -1), weights)
 

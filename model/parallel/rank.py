@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from pdmesh.kernels.linear import linear, pad_rows
-from pdmesh.kernels.moe import expert_outputs
 from pdmesh.kernels.norm import rms_norm
 from pdmesh.model.context import StepContext
 from pdmesh.model.moe import Mlp, Moe
@@ -161,11 +160,12 @@ class Rank:
 
     def _attend(self, item: Item, work: Work, flow: Flow, layer: LayerShard) -> Iterator[None]:
         """Stage 2 up to the post norm."""
-        rows, attention = flow.x.shape[0], layer.attention
-        heads = attention.v_b_proj.shape[0]
-        attended = flow.x.new_empty((0, heads * attention.value_dim))
-        if flow.step is not None:
-            attended = attention.attend(flow.queries, flow.step)[:rows]
+        if flow.step is None:
+            # All members of the group have no row, so none waits for another.
+            flow.own = flow.normed = flow.x
+            return
+        rows = flow.x.shape[0]
+        attended = layer.attention.attend(flow.queries, flow.step)[:rows]
         flow.queries = ()
         tp = self.tensor_parallel
         if tp is None:
@@ -212,10 +212,7 @@ class Rank:
         dispatched = _some(flow.dispatched)
         received = self.expert_parallel.dispatch_recv(dispatched)
         gate_up, down = self.experts[_some(self._moe_layers[item.layer])]
-        if received.rows.shape[0]:
-            outputs = expert_outputs(received.rows, received.slots, gate_up, down)
-        else:
-            outputs = received.rows.new_empty((*received.slots.shape, received.rows.shape[1]))
+        outputs = received.outputs(gate_up, down)
         flow.combined = self.expert_parallel.combine_send(dispatched, received, outputs)
         flow.dispatched = None
 
@@ -223,7 +220,7 @@ class Rank:
         """Adds the feed-forward part to the own rows; gives every member of the group all rows."""
         own = _some(flow.own) + output
         tp = self.tensor_parallel
-        if tp is not None:
+        if tp is not None and flow.step is not None:
             channel = self._channel("rows", item, work)
             tp.gather_send(channel, own)
             yield

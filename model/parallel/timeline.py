@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdmesh.model.parallel.schedule import WHOLE, Item, Stage
@@ -44,12 +44,21 @@ class Timeline:
         )
 
 
-def chrome_trace(events: Sequence[Event]) -> str:
-    """The JSON text; ranks are processes and tracks threads, times begin at zero."""
+def chrome_trace(events: Sequence[Event], names: Mapping[int, str] | None = None) -> str:
+    """The JSON text; ranks are processes and tracks threads, times begin at zero.
+
+    `names` are those of the processes, where they are not to be called after their ranks.
+    """
+    called = names or {}
     start = min((event.begin_us for event in events), default=0.0)
     tracks = sorted({event.track for event in events})
     entries: list[dict[str, object]] = [
-        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+        {
+            "ph": "M",
+            "pid": rank,
+            "name": "process_name",
+            "args": {"name": called.get(rank, f"rank {rank}")},
+        }
         for rank in sorted({event.rank for event in events})
     ]
     entries += [
@@ -106,7 +115,9 @@ class StageCosts:
         )
 
 
-def predict(schedule: Sequence[Item], costs: StageCosts, half: StageCosts) -> list[Event]:
+def predict(
+    schedule: Sequence[Item], costs: StageCosts, half: StageCosts, rank: int = 0
+) -> list[Event]:
     """One rank's timeline if stages took these times: one unit computes, rows travel beside it.
 
     Two exchanges at a time share nothing: the wire takes them one after the other.
@@ -115,16 +126,18 @@ def predict(schedule: Sequence[Item], costs: StageCosts, half: StageCosts) -> li
         schedule: what runs.
         costs: of the whole batch.
         half: of a microbatch.
+        rank: whose number the events get.
     """
-    clock = _Clock()
+    clock = _Clock(rank)
     for item in schedule:
         clock.run(item, costs if item.microbatch == WHOLE else half)
     return clock.events
 
 
 class _Clock:
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         self.events: list[Event] = []
+        self._rank = rank
         self._now = 0.0
         self._wire = 0.0
         self._arrives: dict[int, float] = {}
@@ -167,4 +180,4 @@ class _Clock:
         self._now = until
 
     def _add(self, item: Item, track: str, name: str, begin: float, end: float) -> None:
-        self.events.append(Event(0, track, name, item.microbatch, item.layer, begin, end))
+        self.events.append(Event(self._rank, track, name, item.microbatch, item.layer, begin, end))

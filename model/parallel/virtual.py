@@ -7,47 +7,26 @@ next one begins on all ranks, so a run is deterministic, and EP128 needs no more
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from pdmesh.kernels.linear import linear
-from pdmesh.model.batch import Batch, Form
-from pdmesh.model.context import StepContext
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.parallel.building import RankBuilder
 from pdmesh.model.parallel.exchange import RankLost, WireBytes
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.mailbox import Mailboxes
-from pdmesh.model.parallel.microbatch import split_batch
 from pdmesh.model.parallel.payload import WireFormat
 from pdmesh.model.parallel.placement import Move, Placement
-from pdmesh.model.parallel.rank import Flow, Rank, Work
+from pdmesh.model.parallel.rank import Rank, Work
 from pdmesh.model.parallel.schedule import Item, Mode, choose_mode, plan_schedule
+from pdmesh.model.parallel.step import RankBatch, begin, first_rows, mtp_rows
 from pdmesh.model.parallel.timeline import Timeline
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Arithmetic
-
-
-@dataclass(frozen=True)
-class RankBatch:
-    """What one DP group computes in a step.
-
-    Attributes:
-        batch: its rows.
-        latents: the pool of each TP rank of the group; they may be one and the same.
-        form: as in `DeepseekV3.forward`.
-        on_layer: called with i once layer i's latents are in the pages of all of the group's ranks.
-    """
-
-    batch: Batch
-    latents: tuple[Tensor, ...]
-    form: Form = "absorbed"
-    on_layer: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +37,8 @@ class Settings:
         arithmetic: of tensor parallelism: "exact" gathers heads, "fast" adds partial sums.
         wire: how rows travel.
         mode: how rows on the wire are overlapped; "auto" decides by `threshold`.
-        threshold: rows of the largest batch from which on "auto" takes microbatches.
+        threshold: rows of the largest batch from which on "auto" takes microbatches; to be measured
+            where it matters (64 is 32 requests of two rows, from Perplexity's article).
     """
 
     arithmetic: Arithmetic = "exact"
@@ -107,7 +87,7 @@ class VirtualRanks:
         ranks = {}
         for rank in self.members:
             old = None if before is None else (self._ranks[rank], before)
-            args = (rank, self.members, self.placement, self._mailboxes, old)
+            args = (self.members, self.placement, self._mailboxes.end(rank), old)
             ranks[rank] = self._builder.build(*args)
         self._ranks = ranks
 
@@ -125,8 +105,7 @@ class VirtualRanks:
                 positions does not count.
             ValueError: not one input a DP group, or one for a group that has lost a rank.
         """
-        embed = self._model.embed_tokens
-        rows = [None if i is None else F.embedding(i.batch.tokens, embed) for i in inputs]
+        rows = [None if item is None else first_rows(self._model, item) for item in inputs]
         layers = [(n, self._builder.routed(n)) for n in range(len(self._model.layers))]
         return self._run(inputs, rows, layers, first_key=0)
 
@@ -134,16 +113,12 @@ class VirtualRanks:
         self, inputs: Sequence[RankBatch | None], previous: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """The MTP layer; previous [T, hidden] of each DP group, as in `DeepseekV3.mtp_forward`."""
-        mtp = self._model.mtp
-        if mtp is None:
+        if self._model.mtp is None:
             raise ValueError("this model has no MTP layer")
-        rows: list[Tensor | None] = []
-        for item, hidden in zip(inputs, previous, strict=True):
-            if item is None or hidden is None:
-                rows.append(None)
-                continue
-            embedded = F.embedding(item.batch.tokens, self._model.embed_tokens)
-            rows.append(linear(mtp.joined(embedded, hidden), mtp.eh_proj.weight))
+        rows = [
+            None if item is None or hidden is None else mtp_rows(self._model, item, hidden)
+            for item, hidden in zip(inputs, previous, strict=True)
+        ]
         number = len(self._model.layers)
         return self._run(inputs, rows, [(number, self._builder.routed(number))], first_key=1)
 
@@ -176,6 +151,11 @@ class VirtualRanks:
         self._ranks.pop(rank, None)
         return self.rebalance(placement)
 
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ranks that have failed and have not been left behind by `exclude`."""
+        return tuple(sorted(r for r, before in self._failing.items() if before == 0))
+
     def take_load(self) -> Tensor:
         """Rows for each logical expert [MoE layers, experts] of all ranks since the last call."""
         counts = [rank.load.take() for rank in self._ranks.values() if rank.load is not None]
@@ -203,11 +183,11 @@ class VirtualRanks:
         self._check(inputs)
         self._steps += 1
         mode = self.mode_for(inputs)
-        split = mode == "microbatch"
         works = {}
         for rank in self.members:
             at = self.groups.coordinates(rank)
-            works[rank] = self._work(inputs[at.dp], rows[at.dp], at.tp, first_key, split)
+            both = (inputs[at.dp], rows[at.dp])
+            works[rank] = begin(self._model, self._steps, mode, *both, at.tp, first_key)
         self._mailboxes.waiting.clear()
         schedule = plan_schedule(layers, mode)
         dead = {rank for rank, before in self._failing.items() if before < len(schedule)}
@@ -255,30 +235,3 @@ class VirtualRanks:
                 raise ValueError(
                     f"DP group {dp} has lost rank {lost[0]}: its sequences have to go elsewhere"
                 )
-
-    def _work(
-        self,
-        item: RankBatch | None,
-        rows: Tensor | None,
-        tp: int,
-        first_key: int,
-        split: bool,
-    ) -> Work:
-        """One rank's part of the step that begins."""
-        if item is None or rows is None:
-            none = self._model.embed_tokens[:0]
-            whole, halves = Flow(-1, none, None), (Flow(0, none, None), Flow(1, none, None))
-            return Work(self._steps, whole, halves)
-
-        def step(batch: Batch) -> StepContext:
-            table = self._model.rope_table()
-            return StepContext.build(batch, item.latents[tp], table, item.form, first_key)
-
-        parts = split_batch(item.batch) if split else None
-        steps = [step(item.batch), None] if parts is None else [step(part) for part in parts]
-        at = item.batch.num_rows if parts is None else parts[0].num_rows
-        pieces = (rows[:at], rows[at:])
-        halves = (Flow(0, pieces[0], steps[0]), Flow(1, pieces[1], steps[1]))
-        whole = Flow(-1, rows, steps[0] if parts is None else step(item.batch))
-        last = tp == self.groups.tp - 1
-        return Work(self._steps, whole, halves, item.on_layer if last else None)
