@@ -22,6 +22,8 @@ class DecodeConfig:
     may generate; ``park_mb`` the MiB of host memory for pages of preempted sequences;
     ``max_waiting`` how many reservations may wait for pages; ``port`` 0 lets the system choose;
     ``metrics_port`` 0 means no Prometheus endpoint;
+    ``ep_ranks`` the "host:port" of each rank of its expert-parallel group, empty if it computes
+    alone, and ``ep_rank`` which of them it is;
     ``pull_s`` how long a reservation may wait for cached pages of other workers, 0 for not at all;
     ``eviction`` which cached pages go first; ``replica_hints`` whether it is asked which of them
     other workers have too;
@@ -58,3 +60,5 @@ class DecodeConfig:
     park_mb: int = 1024
     max_waiting: int = 1024
     metrics_port: int = 0
+    ep_rank: int = 0
+    ep_ranks: tuple[str, ...] = ()

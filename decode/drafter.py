@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.model.batch import Batch, SequenceSlice
-from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.computing import ComputingModel
 from pdmesh.model.sampler import SamplingState
 from pdmesh.model.tree import TokenTree
 
@@ -76,7 +76,7 @@ class MtpDrafter:
     """Chains of MTP drafts; with ``branches`` > 1 also the next likely tokens at depth 1."""
 
     def __init__(
-        self, model: DeepseekV3, store: LatentStore, page_size: int, branches: int = 1
+        self, model: ComputingModel, store: LatentStore, page_size: int, branches: int = 1
     ) -> None:
         self._model = model
         self._store = store

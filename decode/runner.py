@@ -20,7 +20,7 @@ from pdmesh.decode.speculate import Accepted, accept, judged
 from pdmesh.kernels.page_copy import move_latents
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.model.batch import Batch, SequenceSlice
-from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.computing import ComputingModel
 from pdmesh.model.sampler import Choice, sample
 from pdmesh.model.tree import TokenTree
 from pdmesh.wire.messages import TokenLogprobs
@@ -65,7 +65,7 @@ class DecodeRunner:
 
     def __init__(
         self,
-        model: DeepseekV3,
+        model: ComputingModel,
         store: LatentStore,
         page_size: int,
         draft_tokens: int = 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from functools import partial
 
 import msgspec
 import torch
@@ -26,6 +27,7 @@ from pdmesh.kvtransfer.receiver import TransferReceiver
 from pdmesh.kvtransfer.sender import TransferSender
 from pdmesh.kvtransfer.transports import make_dialers, make_listeners, make_page_transports
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.parallel.serving import Ranks, computing, join_ranks
 from pdmesh.model.served import load_served_model, served_grammars
 from pdmesh.registry.draining import Life, Workload, counted
 from pdmesh.registry.host import Binding, host_worker
@@ -86,7 +88,9 @@ async def serve_decode(config: DecodeConfig) -> None:
     receiver = TransferReceiver(store, listeners)
     receiver.start()
     scheduler: DecodeScheduler[DecodeSequence] = DecodeScheduler(config.max_batch)
-    runner = DecodeRunner(model, store, fmt.page_size, config.draft_tokens)
+    ranks = Ranks(config.ep_rank, config.ep_ranks, f"{config.mesh}/decode", 2 * config.lease_ttl_s)
+    called, rank = await join_ranks(model, fmt, ranks)
+    runner = DecodeRunner(called, store, fmt.page_size, config.draft_tokens)
     sender = TransferSender(fmt, make_dialers(config.transports, store), store)
     worker = DecodeWorker(runner, kv, store, receiver, scheduler, limits, sender=sender)
     exchange = PrefixExchange(
@@ -120,6 +124,7 @@ async def serve_decode(config: DecodeConfig) -> None:
             moved_in=worker.adoptions.moved_in,
             moved_out=worker.migrations.moved_out,
             pulled_pages=exchange.fetcher.pages,
+            ranks=None if rank is None else rank.status(),
         )
 
     metrics = DecodeMetrics(
@@ -172,6 +177,8 @@ async def serve_decode(config: DecodeConfig) -> None:
         await worker.migrations.close()
         worker.close()
         receiver.close()
+        if rank is not None:
+            await asyncio.to_thread(rank.close)
 
     methods = [
         Method("Reserve", ReserveRequest, unary=reserve),
@@ -192,7 +199,8 @@ async def serve_decode(config: DecodeConfig) -> None:
         else contextlib.nullcontext()
     )
     async with metrics_endpoint(metrics.registry, config.host, config.metrics_port), watch:
-        await host_worker(binding, methods, worker.run, lease, finish, life, work, config.drain_s)
+        run = partial(computing, worker.run, rank)
+        await host_worker(binding, methods, run, lease, finish, life, work, config.drain_s)
 
 
 def _load(config: DecodeConfig) -> tuple[DeepseekV3, PageFormat]:

@@ -50,7 +50,8 @@ def choose_experts(logits: Tensor, bias: Tensor | None, rule: GateRule) -> tuple
 
 def _only_best_groups(choice: Tensor, rule: GateRule) -> Tensor:
     """choice [n, experts] with minus infinity outside of the best `top_groups` groups."""
-    grouped = choice.view(choice.shape[0], rule.num_groups, -1)
+    size = choice.shape[1] // rule.num_groups
+    grouped = choice.view(-1, rule.num_groups, size)
     if rule.method == "noaux_tc":
         rank = grouped.topk(2, dim=-1).values.sum(dim=-1)
     else:

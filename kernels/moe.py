@@ -63,17 +63,29 @@ def routed_experts(
         [n, h] in x's dtype. The choices are added in the order of `ids` in float32, so a row's
         result depends on that row alone.
     """
-    num_choices = ids.shape[1]
+    return weighted_sum(expert_outputs(x, ids, gate_up, down), weights)
+
+
+def expert_outputs(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The chosen experts' SwiGLU outputs of each row, not added up: [n, k, h] in x's dtype.
+
+    x, ids, gate_up and down are as in `routed_experts`. A result depends on its row and its expert
+    alone, so it is the same wherever that expert and others are held.
+    """
     order = order_by_expert(ids, gate_up.shape[0])
     grouped = x.new_zeros((order.num_rows, x.shape[1]))
-    grouped.index_copy_(0, order.slots.flatten(), x.repeat_interleave(num_choices, dim=0))
+    grouped.index_copy_(0, order.slots.flatten(), x.repeat_interleave(ids.shape[1], dim=0))
     hidden = silu_mul(_grouped_linear(grouped, gate_up, order))
-    output = _grouped_linear(hidden, down, order)
-    parts = output[order.slots].float() * weights.unsqueeze(-1)
-    total = parts[:, 0]
-    for choice in range(1, num_choices):
-        total = total + parts[:, choice]
-    return total.to(x.dtype)
+    return _grouped_linear(hidden, down, order)[order.slots]
+
+
+def weighted_sum(parts: Tensor, weights: Tensor) -> Tensor:
+    """parts [n, k, h] times weights [n, k] float32, added in float32 in the order of k: [n, h]."""
+    scaled = parts.float() * weights.unsqueeze(-1)
+    total = scaled[:, 0]
+    for choice in range(1, weights.shape[1]):
+        total = total + scaled[:, choice]
+    return total.to(parts.dtype)
 
 
 def _grouped_linear(x: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:

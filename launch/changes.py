@@ -39,6 +39,7 @@ class Changes:
         targets = {cast("WorkerRole", r): n for r, n in asked.items() if n is not None}
         if not targets:
             raise ConfigError("say how many workers of which role, e.g. decode=3")
+        self._crew.check_change(tuple(targets))
         what = "scaling to " + " ".join(f"{role}={count}" for role, count in targets.items())
         async for line in self._run(what, lambda: self._scale(targets)):
             yield line
@@ -52,6 +53,7 @@ class Changes:
                 the old ones stay.
         """
         names = plan_restart(self._crew.known(), request.workers)
+        self._crew.check_change([role_of(name) for name in names])
         what = f"replacing {', '.join(names)}"
         async for line in self._run(what, lambda: self._restart(names)):
             yield line

@@ -56,6 +56,7 @@ def check_together(topology: Topology) -> None:
     _check_drafts(topology, config)
     _check_page(topology, config)
     _check_eviction(topology)
+    _check_experts(topology, config)
     router, port = topology.router.metrics_port, topology.mesh.port
     if port and router == port:
         with topology.blamed("router", "metrics_port"):
@@ -95,6 +96,24 @@ def _check_page(topology: Topology, config: Mapping[str, object]) -> None:
                 f"a page of {page_size} tokens is longer than the model's context of {context}; "
                 "give a smaller page_size"
             )
+
+
+def _check_experts(topology: Topology, config: Mapping[str, object]) -> None:
+    experts = config.get("n_routed_experts")
+    for role, section in (("prefill", topology.prefill), ("decode", topology.decode)):
+        if section.ep == 1 or not config:
+            continue
+        with topology.blamed(role, "ep"):
+            if not isinstance(experts, int) or experts < 1:
+                raise ConfigError(
+                    f"{topology.model_path} has no routed experts to share; ask for ep = 1"
+                )
+            if experts % section.ep:
+                fitting = [n for n in range(1, experts + 1) if experts % n == 0]
+                raise ConfigError(
+                    f"{section.ep} workers cannot share {experts} experts evenly; "
+                    f"ask for one of {', '.join(map(str, fitting))}"
+                )
 
 
 def _config(model_path: Path) -> Mapping[str, object]:

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdmesh.launch.ports import claim_ports
 from pdmesh.launch.processes import Child, WorkerRole, router_name, router_spec, worker_spec
+from pdmesh.launch.ranks import rank_places, refuse_change
 from pdmesh.launch.restart import Death, restart_delay
 from pdmesh.launch.runtime import RunDir
 from pdmesh.launch.scaling import next_name
@@ -65,6 +66,7 @@ class Crew:
         self._secret = secret
         self._announced: dict[str, float] = {}
         self._ports = dict(plan.metrics_ports)
+        self._places = rank_places(topology)
         self._claims = contextlib.ExitStack()
         self.redis_url = topology.mesh.redis
         self.children: list[Child] = []
@@ -88,7 +90,8 @@ class Crew:
 
     def _enlist(self, role: WorkerRole, name: str) -> Child:
         metrics = self._ports.get(name, 0)
-        spec = worker_spec(self._plan.topology, role, name, self._secret, metrics)
+        place = self._places.get(name)
+        spec = worker_spec(self._plan.topology, role, name, self._secret, metrics, place)
         self.children.append(Child(spec, self._plan.run_dir.log(name)))
         return self.children[-1]
 
@@ -114,6 +117,10 @@ class Crew:
     def pids(self) -> dict[str, int]:
         """Process ids by name."""
         return {c.spec.name: c.process.pid for c in self.children if c.process is not None}
+
+    def check_change(self, roles: Sequence[str]) -> None:
+        """Raises ConfigError where the workers of a role belong together and cannot change."""
+        refuse_change(self._plan.topology, roles)
 
     @property
     def settled(self) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pdmesh.launch.ranks import RankPlace
 from pdmesh.launch.restart import Death
 from pdmesh.launch.topology import AUTO_DRAFTS, Topology, cores
 
@@ -66,10 +67,16 @@ def router_spec(
 
 
 def worker_spec(
-    topology: Topology, role: WorkerRole, name: str, secret: Path, metrics_port: int
+    topology: Topology,
+    role: WorkerRole,
+    name: str,
+    secret: Path,
+    metrics_port: int,
+    place: RankPlace | None = None,
 ) -> Spec:
     """How to start a worker: with its share of the cores as they are split among the workers that
     ``topology`` names, however many there are by now. ``metrics_port`` 0: no metrics endpoint.
+    ``place``: among the ranks that share the experts, if they do.
     """
     section = topology.prefill if role == "prefill" else topology.decode
     threads = threads_per_worker(topology, section.threads)
@@ -80,7 +87,8 @@ def worker_spec(
     hints = () if topology.kvcache.replica_hints else ("--no-replica-hints",)
     caching = ("--eviction", topology.kvcache.eviction, *hints)
     shared = _shared_arguments(topology, secret)
-    arguments = ("--id", name, *sizes, *own, *caching, *moving, *ending, *shared)
+    ranks = () if place is None else place.arguments
+    arguments = ("--id", name, *sizes, *own, *ranks, *caching, *moving, *ending, *shared)
     return Spec(name, role, arguments, threads)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from pdmesh.launch.checks import check_host, check_model, check_together
 from pdmesh.launch.join import check_joined, joined
 from pdmesh.launch.processes import REDIS_VARIABLE
+from pdmesh.launch.ranks import check_rank, parse_addresses
 from pdmesh.launch.topology import Topology, cores, load_topology
 from pdmesh.registry.address import check_url
 from pdmesh.wire.errors import ConfigError
@@ -33,9 +34,9 @@ def serve(arguments: argparse.Namespace) -> int:
     if role == "router":
         _run(_router(topology, arguments.admin_port, arguments.admin_file))
     elif role == "prefill":
-        _run(_prefill(topology, name, arguments.port or 0))
+        _run(_prefill(topology, name, arguments))
     else:
-        _run(_decode(topology, name, arguments.port or 0))
+        _run(_decode(topology, name, arguments))
     return 0
 
 
@@ -94,9 +95,18 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
         topology = topology.changed("decode", "--growth-tokens", growth_tokens=a.growth_tokens)
         topology = topology.changed("decode", "--park-mb", park_mb=a.park_mb)
         topology = topology.changed("decode", "--max-waiting", max_waiting=a.max_waiting)
+    if a.role != "router":
+        topology = topology.changed(a.role, "--ep-ranks", ep=_group_size(a))
     if topology.mesh.secret_file is None:
         raise ConfigError("no secret given; add --secret-file FILE (the same on every host)")
     return topology
+
+
+def _group_size(arguments: argparse.Namespace) -> int | None:
+    """Ranks that are named; None if there are none."""
+    ranks = parse_addresses(arguments.ep_ranks or "")
+    check_rank(arguments.ep_rank, ranks)
+    return len(ranks) or None
 
 
 def _check(topology: Topology, role: str) -> None:
@@ -135,7 +145,18 @@ def _shared(topology: Topology) -> dict[str, Any]:
     }
 
 
-def _prefill(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, None]:
+def _ranks(arguments: argparse.Namespace) -> dict[str, Any]:
+    ranks = parse_addresses(arguments.ep_ranks or "")
+    return {
+        "port": arguments.port or 0,
+        "ep_ranks": ranks,
+        "ep_rank": check_rank(arguments.ep_rank, ranks),
+    }
+
+
+def _prefill(
+    topology: Topology, name: str, arguments: argparse.Namespace
+) -> Coroutine[Any, Any, None]:
     from pdmesh.prefill.config import PrefillConfig
     from pdmesh.prefill.server import serve_prefill
 
@@ -143,7 +164,6 @@ def _prefill(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, No
     return serve_prefill(
         PrefillConfig(
             worker_id=name,
-            port=port,
             pages=section.pages,
             threads=section.threads or cores(),
             chunk_tokens=section.chunk_tokens,
@@ -151,12 +171,15 @@ def _prefill(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, No
             drain_s=topology.mesh.drain_s,
             transports=topology.mesh.transports,
             metrics_port=section.metrics_port,
+            **_ranks(arguments),
             **_shared(topology),
         )
     )
 
 
-def _decode(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, None]:
+def _decode(
+    topology: Topology, name: str, arguments: argparse.Namespace
+) -> Coroutine[Any, Any, None]:
     from pdmesh.decode.config import DecodeConfig
     from pdmesh.decode.server import serve_decode
 
@@ -164,7 +187,6 @@ def _decode(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, Non
     return serve_decode(
         DecodeConfig(
             worker_id=name,
-            port=port,
             pages=section.pages,
             threads=section.threads or cores(),
             max_batch=section.max_batch,
@@ -175,6 +197,7 @@ def _decode(topology: Topology, name: str, port: int) -> Coroutine[Any, Any, Non
             drain_s=topology.mesh.drain_s,
             transports=topology.mesh.transports,
             metrics_port=section.metrics_port,
+            **_ranks(arguments),
             **_shared(topology),
         )
     )

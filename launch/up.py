@@ -15,6 +15,7 @@ from pdmesh.launch.checks import check_host, check_model, check_together
 from pdmesh.launch.crew import Plan, say
 from pdmesh.launch.ports import claim_port, claim_ports
 from pdmesh.launch.processes import command, environment, router_name
+from pdmesh.launch.ranks import whole_groups
 from pdmesh.launch.runtime import claim
 from pdmesh.launch.supervisor import Supervisor
 from pdmesh.launch.topology import Topology, load_topology
@@ -93,7 +94,9 @@ def _settings(arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("prefill", "--prefill", workers=a.prefill)
     topology = topology.changed("decode", "--draft-tokens", draft_tokens=a.draft_tokens)
     topology = topology.changed("router", "--routers", workers=a.routers)
-    return topology.changed("decode", "--decode", workers=a.decode)
+    topology = topology.changed("decode", "--decode", workers=a.decode)
+    topology = topology.changed("prefill", "--prefill-ep", ep=a.prefill_ep)
+    return whole_groups(topology.changed("decode", "--decode-ep", ep=a.decode_ep))
 
 
 class _Session:

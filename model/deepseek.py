@@ -112,7 +112,7 @@ class DeepseekV3(nn.Module):
         Returns:
             [T, hidden] before the final norm.
         """
-        self._check_pool(latents)
+        self.check_pool(latents)
         step = StepContext.build(batch, latents, self.rope_table(), form, first_key=0)
         x = F.embedding(batch.padded_tokens, self.embed_tokens)
         for index, layer in enumerate(self.layers):
@@ -140,11 +140,9 @@ class DeepseekV3(nn.Module):
         Raises:
             ValueError: the model has no MTP layer, or a row is at position 0.
         """
-        if self.mtp is None:
-            raise ValueError("this model has no MTP layer")
-        if any(item.start == 0 for item in batch.slices):
-            raise ValueError("the MTP layer has no row for position 0")
-        self._check_pool(latents)
+        self.check_mtp(batch)
+        assert self.mtp is not None
+        self.check_pool(latents)
         step = StepContext.build(batch, latents, self.rope_table(), form, first_key=1)
         missing = batch.padded_tokens.shape[0] - batch.num_rows
         previous = F.pad(previous_hidden, (0, 0, 0, missing))
@@ -162,7 +160,15 @@ class DeepseekV3(nn.Module):
             raise ValueError("this model has no MTP layer")
         return self._head(hidden, self.mtp.head_norm)
 
-    def _check_pool(self, latents: Tensor) -> None:
+    def check_mtp(self, batch: Batch) -> None:
+        """Raises ValueError where `mtp_forward` says so."""
+        if self.mtp is None:
+            raise ValueError("this model has no MTP layer")
+        if any(item.start == 0 for item in batch.slices):
+            raise ValueError("the MTP layer has no row for position 0")
+
+    def check_pool(self, latents: Tensor) -> None:
+        """Raises ValueError unless latents is a pool of this model's layers and width."""
         layers, width = self.num_latent_layers, self.config.latent_width
         right = latents.dim() == 4 and latents.shape[1] == layers and latents.shape[3] == width
         if not right or not latents.is_contiguous():

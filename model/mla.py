@@ -8,6 +8,8 @@ With c the normalised latent of a key and k_r its rotated part, head h scores a 
 which are the same numbers in exact arithmetic.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +18,6 @@ from pdmesh.kernels.latent_attention import absorbed_attention, mha_attention
 from pdmesh.kernels.linear import bmm, linear
 from pdmesh.kernels.norm import rms_norm
 from pdmesh.kernels.page_copy import append_latents
-from pdmesh.kernels.page_walk import PageWalk
 from pdmesh.kernels.rope import apply_rope
 from pdmesh.model.batch import AttentionPart
 from pdmesh.model.config import ModelConfig
@@ -57,6 +58,15 @@ class Mla(nn.Module):
 
         Both in the model's dtype. Rows beyond step.num_rows are padding.
         """
+        attended = self.attend(self.queries(x, step), step)
+        return linear(attended, self.o_proj.weight, self.o_proj.bias)
+
+    def queries(self, x: Tensor, step: StepContext) -> list[Tensor]:
+        """Everything up to attention itself: writes this layer's latents, projects the queries.
+
+        x [num_padded, hidden], normalised: for each part of the step [m, heads, width] float32,
+        scaled; in absorbed form multiplied by the key projection already.
+        """
         query, latent = self._query_and_latent(x)
         query_rope, key_rope = query[..., self.nope :], latent[:, None, self.rank :]
         rotated = apply_rope(
@@ -68,34 +78,30 @@ class Mla(nn.Module):
             step.latents, self.layer, step.write_slots, latent.index_select(0, step.write_rows)
         )
         both = (query[..., : self.nope], rotated[:, :-1].float())
-        pieces = [self._attend(*both, part, step.latents) for part in step.parts]
-        attended = pieces[0] if step.merge is None else torch.cat(pieces)[step.merge]
-        return linear(attended, self.o_proj.weight, self.o_proj.bias)
+        return [self._query(*both, part) for part in step.parts]
 
-    def _attend(
-        self, query: Tensor, query_rope: Tensor, part: AttentionPart, latents: Tensor
-    ) -> Tensor:
-        """query [n, heads, nope], query_rope [n, heads, rope]: the part's rows [m, heads * v]."""
+    def attend(self, queries: Sequence[Tensor], step: StepContext) -> Tensor:
+        """What `queries` gave to the heads' values [num_padded, heads * v], before o_proj."""
+        pairs = zip(queries, step.parts, strict=True)
+        pieces = [self._attend(query, part, step.latents) for query, part in pairs]
+        return pieces[0] if step.merge is None else torch.cat(pieces)[step.merge]
+
+    def _query(self, query: Tensor, query_rope: Tensor, part: AttentionPart) -> Tensor:
+        """query [n, heads, nope], query_rope [n, heads, rope]: the part's [m, heads, width]."""
         if part.rows is not None:
             query, query_rope = query[part.rows], query_rope[part.rows]
-        attend = self._mha if part.form == "mha" else self._absorbed
-        return attend(query, query_rope, part.walk, latents)
+        if part.form == "absorbed":
+            query = bmm(query.transpose(0, 1), self.k_b_proj).transpose(0, 1)
+        return torch.cat([query.float(), query_rope], dim=-1).mul_(self.scale)
 
-    def _mha(self, query: Tensor, query_rope: Tensor, walk: PageWalk, latents: Tensor) -> Tensor:
-        """query [n, heads, nope], query_rope [n, heads, rope]: [n, heads * v]."""
-        full = torch.cat([query.float(), query_rope], dim=-1).mul_(self.scale)
-        up = (self.k_b_proj, self.v_b_proj)
-        values = mha_attention(full, latents, self.layer, walk, up)
-        return values.flatten(1).to(query.dtype)
-
-    def _absorbed(
-        self, query: Tensor, query_rope: Tensor, walk: PageWalk, latents: Tensor
-    ) -> Tensor:
-        """query [n, heads, nope], query_rope [n, heads, rope]: [n, heads * v]."""
-        absorbed = bmm(query.transpose(0, 1), self.k_b_proj).transpose(0, 1)
-        full = torch.cat([absorbed.float(), query_rope], dim=-1).mul_(self.scale)
-        values = absorbed_attention(full, latents, self.layer, walk, self.rank)
-        values = values.to(query.dtype).transpose(0, 1)
+    def _attend(self, query: Tensor, part: AttentionPart, latents: Tensor) -> Tensor:
+        """query [m, heads, width] float32, as `_query` gives it: [m, heads * v]."""
+        dtype = self.k_b_proj.dtype
+        if part.form == "mha":
+            up = (self.k_b_proj, self.v_b_proj)
+            return mha_attention(query, latents, self.layer, part.walk, up).flatten(1).to(dtype)
+        values = absorbed_attention(query, latents, self.layer, part.walk, self.rank)
+        values = values.to(dtype).transpose(0, 1)
         return bmm(values, self.v_b_proj.transpose(1, 2)).transpose(0, 1).flatten(1)
 
     def _query_and_latent(self, x: Tensor) -> tuple[Tensor, Tensor]:

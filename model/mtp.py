@@ -32,15 +32,16 @@ class Mtp(nn.Module):
 
     def forward(self, embedded: Tensor, previous: Tensor, step: StepContext) -> Tensor:
         """Embedding of the token at j and hidden state of j - 1, both [n, hidden]: [n, hidden]."""
-        x = linear(self._joined(embedded, previous), self.eh_proj.weight)
+        x = linear(self.joined(embedded, previous), self.eh_proj.weight)
         return self.block.feed_forward(self.block.attention(x, step), step.num_rows)
 
     def dense(
         self, embedded: Tensor, previous: Tensor, table: RopeTable, impl: MoeImpl
     ) -> tuple[Tensor, Tensor | None]:
         """Differentiable: rows of positions 1..t, [b, t, hidden] each; `table` starts at 1."""
-        return self.block.dense(self.eh_proj(self._joined(embedded, previous)), table, impl)
+        return self.block.dense(self.eh_proj(self.joined(embedded, previous)), table, impl)
 
-    def _joined(self, embedded: Tensor, previous: Tensor) -> Tensor:
+    def joined(self, embedded: Tensor, previous: Tensor) -> Tensor:
+        """What `eh_proj` takes: both normalised, side by side [..., 2 hidden]."""
         token = rms_norm(embedded, self.enorm, self.eps)
         return torch.cat([token, rms_norm(previous, self.hnorm, self.eps)], dim=-1)

@@ -18,6 +18,8 @@ class PrefillConfig:
     ``pages`` is the size of its latent pool in pages of ``page_size`` tokens; ``chunk_tokens`` the
     tokens of one step, at least a page; ``max_queue`` how many prompts may wait; ``port`` 0 lets
     the system choose; ``metrics_port`` 0 means no Prometheus endpoint;
+    ``ep_ranks`` the "host:port" of each rank of its expert-parallel group, empty if it computes
+    alone, and ``ep_rank`` which of them it is;
     ``pull_s`` how long a prompt may wait for cached pages of other workers, 0 for not at all;
     ``eviction`` which cached pages go first; ``replica_hints`` whether it is asked which of them
     other workers have too;
@@ -50,3 +52,5 @@ class PrefillConfig:
     chunk_tokens: int = 512
     max_queue: int = 1024
     metrics_port: int = 0
+    ep_rank: int = 0
+    ep_ranks: tuple[str, ...] = ()

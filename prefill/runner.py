@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.model.batch import Batch, Form, SequenceSlice
-from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.computing import ComputingModel
 from pdmesh.model.form import prefill_form
 from pdmesh.model.sampler import Choice, sample
 from pdmesh.wire.hashes import Arithmetic
@@ -61,7 +61,7 @@ class PrefillRunner:
 
     def __init__(
         self,
-        model: DeepseekV3,
+        model: ComputingModel,
         store: LatentStore,
         page_size: int,
         mtp: bool,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 
 import msgspec
 import torch
@@ -15,6 +16,7 @@ from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.pull_exchange import PrefixExchange
 from pdmesh.kvtransfer.transports import make_page_transports
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.parallel.serving import Ranks, computing, join_ranks
 from pdmesh.model.served import load_served_model, served_grammars
 from pdmesh.prefill.config import PrefillConfig
 from pdmesh.prefill.facts import PrefillStepFacts
@@ -76,9 +78,11 @@ async def serve_prefill(config: PrefillConfig) -> None:
         secret,
         served_grammars(config.model_path, vocab_size),
     )
+    ranks = Ranks(config.ep_rank, config.ep_ranks, f"{config.mesh}/prefill", 2 * config.lease_ttl_s)
+    called, rank = await join_ranks(model, fmt, ranks)
     sender = page_sender(fmt, store, config.transports)
     worker = PrefillWorker(
-        PrefillRunner(model, store, fmt.page_size, fmt.mtp_layers > 0, fmt.arithmetic),
+        PrefillRunner(called, store, fmt.page_size, fmt.mtp_layers > 0, fmt.arithmetic),
         kv,
         store,
         PrefillScheduler(config.chunk_tokens, fmt.page_size, config.max_queue),
@@ -111,6 +115,7 @@ async def serve_prefill(config: PrefillConfig) -> None:
             cancelled=worker.cancelled,
             step_ms=worker.step_ms,
             pulled_pages=exchange.fetcher.pages,
+            ranks=None if rank is None else rank.status(),
         )
 
     metrics = PrefillMetrics(fmt, config.worker_id, on_loop(asyncio.get_running_loop(), facts))
@@ -164,6 +169,8 @@ async def serve_prefill(config: PrefillConfig) -> None:
     async def finish() -> None:
         await exchange.close()
         await worker.close(grace=GRACE_S)
+        if rank is not None:
+            await asyncio.to_thread(rank.close)
 
     methods = [
         Method("Prefill", PrefillRequest, unary=prefill),
@@ -182,7 +189,8 @@ async def serve_prefill(config: PrefillConfig) -> None:
         else contextlib.nullcontext()
     )
     async with metrics_endpoint(metrics.registry, config.host, config.metrics_port), watch:
-        await host_worker(binding, methods, worker.run, lease, finish, life, work, config.drain_s)
+        run = partial(computing, worker.run, rank)
+        await host_worker(binding, methods, run, lease, finish, life, work, config.drain_s)
 
 
 def _load(config: PrefillConfig) -> tuple[DeepseekV3, PageFormat]:

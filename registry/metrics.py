@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pdmesh.wire.errors import ConfigError
-from pdmesh.wire.messages import WorkerStatus
+from pdmesh.wire.messages import RankStatus, WorkerStatus
 
 LABELS = ("model_name", "worker")
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -85,11 +85,22 @@ class _StatusCollector(Collector):
         yield self._pages(status)
         yield self._gauge("num_leases", "Leases, or pushes that are ending.", status.leases)
         yield self._counter("requests_cancelled", "Requests ended early.", status.cancelled)
+        yield from self._ranks(status.ranks)
         if status.role == "prefill":
             text = "Prompt tokens computed, those of a prefix hit not counted."
             yield self._counter("prompt_tokens_computed", text, status.tokens_computed)
         else:
             yield from self._decode(status)
+
+    def _ranks(self, ranks: RankStatus | None) -> Iterator[Metric]:
+        if ranks is None:
+            return
+        text = "Ranks that compute together."
+        yield self._gauge("ep_members", text, len(ranks.members))
+        yield self._counter("ep_steps", "Steps of all ranks taken part in.", ranks.steps)
+        text = "Steps computed again after the loss of a rank."
+        yield self._counter("ep_steps_repeated", text, ranks.repeated)
+        yield self._counter("ep_sent_bytes", "Bytes sent to other ranks.", ranks.sent_bytes)
 
     def _decode(self, status: WorkerStatus) -> Iterator[Metric]:
         yield self._gauge("num_requests_parked", "Sequences set aside.", status.parked)

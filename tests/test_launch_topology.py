@@ -46,6 +46,7 @@ pages = 64
 threads = 3
 chunk_tokens = 128
 max_queue = 9
+ep = 2
 metrics_port = 9200
 [decode]
 workers = 4
@@ -56,6 +57,7 @@ draft_tokens = "auto"
 growth_tokens = 256
 park_mb = 64
 max_waiting = 7
+ep = 4
 metrics_port = 9300
 [router]
 workers = 2

@@ -206,6 +206,22 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     quarantined: int
 
 
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of an expert-parallel group."""
+
+    rank: int
+    size: int
+    """Ranks of the group when all are there."""
+    members: tuple[int, ...]
+    """Those that compute together now."""
+    steps: int
+    """Taken part in so far, also with nothing of its own to compute."""
+    repeated: int
+    """Of them, ended by the loss of a rank and computed again."""
+    sent_bytes: int
+    """To other ranks."""
+
+
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a worker answers about itself."""
 
@@ -236,6 +252,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Running answers handed over to other decode workers."""
     pulled_pages: int = 0
     """Cached pages read from other workers, and validated."""
+    ranks: RankStatus | None = None
+    """None where the worker computes alone."""
     problems: tuple[str, ...] = ()
     """What check_integrity found; empty when all is well."""
 

@@ -1,0 +1,126 @@
+"""Makes ranks out of a whole model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.moe import Moe
+from pdmesh.model.parallel.exchange import ExpertParallel, Transport
+from pdmesh.model.parallel.groups import Groups
+from pdmesh.model.parallel.load import ExpertLoad
+from pdmesh.model.parallel.local import LocalExperts
+from pdmesh.model.parallel.messages import MessageExperts
+from pdmesh.model.parallel.payload import WireFormat
+from pdmesh.model.parallel.placement import Placement
+from pdmesh.model.parallel.rank import Rank
+from pdmesh.model.parallel.replicas import ReplicaTable
+from pdmesh.model.parallel.shards import Experts, LayerShard, expert_shard, layer_shard
+from pdmesh.model.parallel.tensor import TensorParallel
+from pdmesh.wire.errors import ConfigError
+from pdmesh.wire.hashes import Arithmetic
+
+
+class RankBuilder:
+    """Cuts `model` for `groups`.
+
+    Raises:
+        ConfigError: TP does not divide the heads, or the model has no routed experts to spread.
+    """
+
+    def __init__(
+        self, model: DeepseekV3, groups: Groups, arithmetic: Arithmetic, wire: WireFormat
+    ) -> None:
+        self._model = model
+        self._groups = groups
+        self._arithmetic = arithmetic
+        self._wire = wire
+        blocks = model.blocks()
+        self._moes = [block.mlp for block in blocks if isinstance(block.mlp, Moe)]
+        if not self._moes and groups.ep > 1:
+            raise ConfigError("this model has no routed experts to spread over ranks")
+        numbers = iter(range(len(self._moes)))
+        self._moe_layers = [next(numbers) if isinstance(b.mlp, Moe) else None for b in blocks]
+        self._shards = [self._tp_shards(tp) for tp in range(groups.tp)]
+        self._tables: tuple[Placement | None, list[ReplicaTable]] = (None, [])
+
+    def _tp_shards(self, tp: int) -> list[LayerShard]:
+        config = self._model.config
+        heads = self._groups.heads(tp, config.num_attention_heads)
+        blocks = self._model.blocks()
+        return [layer_shard(block, config, heads, self._arithmetic) for block in blocks]
+
+    def routed(self, layer: int) -> bool:
+        """Whether a layer has routed experts."""
+        return self._moe_layers[layer] is not None
+
+    def placement(self, given: Placement | None) -> Placement:
+        """`given` after checking that it fits, or each expert once, in order.
+
+        Raises:
+            ConfigError: it does not fit the model or the groups.
+        """
+        experts, ranks = self._model.config.n_routed_experts, self._groups.ep
+        if given is None:
+            return Placement.even(len(self._moes), experts, ranks)
+        found = (len(given.layers), given.num_experts, given.num_ranks)
+        if found != (len(self._moes), experts, ranks):
+            raise ConfigError(
+                f"the placement is for {found[0]} MoE layers of {found[1]} experts on {found[2]} "
+                f"ranks, not for {len(self._moes)} of {experts} on {ranks}"
+            )
+        return given
+
+    def build(
+        self,
+        members: Sequence[int],
+        placement: Placement,
+        transport: Transport,
+        old: tuple[Rank, Placement] | None = None,
+    ) -> Rank:
+        """The rank of `transport` among `members`.
+
+        `old` is what it was under the placement before: experts that it holds already are not read
+        again, and it goes on counting.
+        """
+        rank = transport.rank
+        at = self._groups.coordinates(rank)
+        ends: ExpertParallel
+        if self._groups.ep == 1 and placement == self.placement(None):
+            ends = LocalExperts(self._wire)
+        else:
+            ends = MessageExperts(transport, members, self._replicas(placement), self._wire)
+        group = self._groups.tp_group(at.dp)
+        return Rank(
+            self._shards[at.tp],
+            self._moe_layers,
+            [self._experts(layer, rank, placement, old) for layer in range(len(self._moes))],
+            ends,
+            TensorParallel(transport, group) if len(group) > 1 else None,
+            self._arithmetic == "fast",
+            ExpertLoad(len(self._moes), self._model.config.n_routed_experts)
+            if old is None
+            else old[0].load,
+        )
+
+    def _experts(
+        self, layer: int, rank: int, placement: Placement, old: tuple[Rank, Placement] | None
+    ) -> Experts:
+        wanted, moe = placement.layers[layer][rank], self._moes[layer]
+        if wanted == tuple(range(moe.num_experts)):
+            return moe.gate_up_proj.detach(), moe.down_proj.detach()
+        if old is None:
+            return expert_shard(moe, wanted, {})
+        held, (gate_up, down) = old[1].layers[layer][rank], old[0].experts[layer]
+        if held == wanted:
+            return gate_up, down
+        return expert_shard(moe, wanted, {e: (gate_up[s], down[s]) for s, e in enumerate(held)})
+
+    def _replicas(self, placement: Placement) -> list[ReplicaTable]:
+        if self._tables[0] is not placement:
+            layers = range(len(placement.layers))
+            self._tables = (
+                placement,
+                [ReplicaTable.build(placement, n, self._model.device) for n in layers],
+            )
+        return self._tables[1]

@@ -1,0 +1,77 @@
+"""The model that a worker computes with: the whole one, or its rank of an expert-parallel group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from pdmesh.model.computing import ComputingModel
+from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.parallel.member import Member, Place
+from pdmesh.model.parallel.virtual import Settings
+from pdmesh.wire.errors import ConfigError
+from pdmesh.wire.hashes import PageFormat
+
+MICROBATCH_ROWS = 64
+"""Rows of the largest batch from which on ranks compute in two microbatches."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A worker's place among the ranks of its pool.
+
+    Attributes:
+        rank: its number.
+        addresses: "host:port" of every rank, in order; empty: the worker computes alone.
+        group: name of the group.
+        silence_s: seconds without a sign of life after which a rank is lost.
+    """
+
+    rank: int
+    addresses: Sequence[str]
+    group: str
+    silence_s: float
+
+
+async def join_ranks(
+    model: DeepseekV3, fmt: PageFormat, ranks: Ranks, within_s: float = 120.0
+) -> tuple[ComputingModel, Member | None]:
+    """What the worker calls, and its rank if there is a group; returns once the others are there.
+
+    Raises:
+        ConfigError: the group does not fit the model, a rank belongs to another group or model, or
+            nobody else came within ``within_s`` seconds.
+    """
+    if len(ranks.addresses) < 2:
+        return model, None
+    if not 0 <= ranks.rank < len(ranks.addresses):
+        raise ConfigError(
+            f"there is no rank {ranks.rank} among {len(ranks.addresses)} ranks; "
+            f"it must be 0 to {len(ranks.addresses) - 1}"
+        )
+    place = Place(ranks.rank, tuple(ranks.addresses), ranks.group, ranks.silence_s)
+    settings = Settings(fmt.arithmetic, mode="auto", threshold=MICROBATCH_ROWS)
+    member = Member(model, place, settings=settings, digest=fmt.fingerprint().hex())
+    await asyncio.to_thread(member.start, within_s)
+    return member, member
+
+
+async def computing(run: Callable[[], Awaitable[None]], member: Member | None) -> None:
+    """A worker's loop, which ends when its rank's steps do: without them it can compute nothing.
+
+    Raises:
+        Exception: what ended either.
+    """
+    if member is None:
+        await run()
+        return
+    parts = {asyncio.ensure_future(run()), asyncio.ensure_future(member.ended())}
+    try:
+        done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        for part in done:
+            part.result()
+    finally:
+        for part in parts:
+            part.cancel()
+        await asyncio.wait(parts)

@@ -1,0 +1,115 @@
+"""The part of the weights that one rank holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pdmesh.model.block import Block
+from pdmesh.model.config import ModelConfig
+from pdmesh.model.mla import Mla
+from pdmesh.model.moe import Mlp, Moe
+from pdmesh.wire.hashes import Arithmetic
+
+Experts = tuple[Tensor, Tensor]
+"""gate_up [slots, 2 i, h] and down [slots, h, i] of a rank's slots in one MoE layer."""
+
+
+@dataclass(frozen=True)
+class LayerShard:
+    """One layer on one rank, without its routed experts.
+
+    Attributes:
+        input_norm, post_norm: [h], with `eps`.
+        attention: the rank's heads; its own o_proj is unused.
+        o_weight: [h, all heads * v], or in fast arithmetic over several TP ranks its columns only.
+        o_bias: [h] or None; added once a row.
+        mlp: the feed-forward part of a layer without routed experts, or the routed layer, of which
+            the router and the shared experts are used here.
+    """
+
+    input_norm: Tensor
+    post_norm: Tensor
+    eps: float
+    attention: Mla
+    o_weight: Tensor
+    o_bias: Tensor | None
+    mlp: Mlp | Moe
+
+
+class HeadShard(Mla):
+    """Some heads of `whole`: its rows of q_b, k_b and v_b; projections to latents are replicated.
+
+    With `whole_query` every query is projected and the other heads' are dropped: a product of
+    16-bit numbers with fewer columns may be rounded another way by a CPU (measured with torch 2.13
+    on Sapphire Rapids).
+    """
+
+    def __init__(
+        self, whole: Mla, config: ModelConfig, heads: range, whole_query: bool = False
+    ) -> None:
+        count = whole.heads if whole_query else len(heads)
+        with torch.device("meta"):
+            super().__init__(dataclasses.replace(config, num_attention_heads=count), whole.layer)
+        self._kept = heads if whole_query else None
+        width = whole.nope + whole.rope
+        rows = slice(None) if whole_query else slice(heads.start * width, heads.stop * width)
+        if whole.q_rank is None:
+            self.q_proj.weight = _frozen(whole.q_proj.weight[rows])
+            self.kv_a_proj = whole.kv_a_proj
+        else:
+            self.qkv_a_proj = whole.qkv_a_proj
+            self.q_a_norm = whole.q_a_norm
+            self.q_b_proj.weight = _frozen(whole.q_b_proj.weight[rows])
+        self.kv_a_norm = whole.kv_a_norm
+        self.k_b_proj = _frozen(whole.k_b_proj[heads.start : heads.stop])
+        self.v_b_proj = _frozen(whole.v_b_proj[heads.start : heads.stop])
+
+    def _query_and_latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        query, latent = super()._query_and_latent(x)
+        if self._kept is not None:
+            query = query[:, self._kept.start : self._kept.stop]
+        return query, latent
+
+
+def layer_shard(
+    block: Block, config: ModelConfig, heads: range, arithmetic: Arithmetic
+) -> LayerShard:
+    """The part of `block` for a rank with these heads; views where it can, copies where it must."""
+    attention, whole = block.self_attn, block.self_attn
+    weight = whole.o_proj.weight.detach()
+    if len(heads) < whole.heads:
+        exact = arithmetic == "exact"
+        narrow = weight.device.type == "cpu" and weight.element_size() < 4
+        attention = HeadShard(whole, config, heads, whole_query=exact and narrow)
+        if not exact:
+            size = whole.value_dim
+            weight = weight[:, heads.start * size : heads.stop * size].contiguous()
+    return LayerShard(
+        block.input_norm.detach(),
+        block.post_norm.detach(),
+        block.eps,
+        attention,
+        weight,
+        whole.o_proj.bias,
+        block.mlp,
+    )
+
+
+def expert_shard(moe: Moe, experts: tuple[int, ...], old: dict[int, Experts]) -> Experts:
+    """The weights of `experts`, one a slot; those in `old` (one expert each) are not read again."""
+    index = [e for e in experts if e not in old]
+    fresh = dict(zip(index, moe.gate_up_proj.detach()[index], strict=True))
+    below = dict(zip(index, moe.down_proj.detach()[index], strict=True))
+    if not experts:
+        return moe.gate_up_proj.detach()[:0], moe.down_proj.detach()[:0]
+    gate_up = [old[e][0] if e in old else fresh[e] for e in experts]
+    down = [old[e][1] if e in old else below[e] for e in experts]
+    return torch.stack(gate_up), torch.stack(down)
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach(), requires_grad=False)

@@ -1,0 +1,91 @@
+"""Pools whose workers share the routed experts, as they are asked for on a command line."""
+
+import pytest
+
+from pdmesh.launch.checks import check_together
+from pdmesh.launch.processes import worker_spec
+from pdmesh.launch.ranks import (
+    check_rank,
+    free_ports,
+    parse_addresses,
+    rank_places,
+    refuse_change,
+    whole_groups,
+)
+from pdmesh.launch.topology import Topology
+from pdmesh.wire.errors import ConfigError
+
+
+def asked(**decode):
+    return Topology().changed("decode", "--decode-ep", **decode)
+
+
+def test_a_group_is_as_many_workers_as_it_has_ranks_unless_more_are_asked_for():
+    assert whole_groups(asked(ep=8)).decode.workers == 8
+    assert whole_groups(asked(ep=2, workers=6)).decode.workers == 6
+    assert whole_groups(Topology()) == Topology()
+    with pytest.raises(ConfigError, match=r"5 decode workers make no groups of 2 .* multiple of 2"):
+        whole_groups(asked(ep=2, workers=5))
+
+
+def test_ranks_of_one_group_know_each_other_and_no_one_else():
+    places = rank_places(whole_groups(asked(ep=2, workers=4)))
+    assert sorted(places) == ["decode-0", "decode-1", "decode-2", "decode-3"]
+    assert [places[f"decode-{n}"].rank for n in range(4)] == [0, 1, 0, 1]
+    assert places["decode-0"].addresses == places["decode-1"].addresses
+    assert not set(places["decode-1"].addresses) & set(places["decode-2"].addresses)
+    assert rank_places(Topology()) == {}
+
+
+def test_a_worker_is_started_with_its_place(tmp_path):
+    topology = whole_groups(asked(ep=2))
+    place = rank_places(topology)["decode-1"]
+    spec = worker_spec(topology, "decode", "decode-1", tmp_path, 0, place)
+    at = spec.arguments.index("--ep-rank")
+    assert spec.arguments[at : at + 4] == place.arguments
+    assert "--ep-rank" not in worker_spec(topology, "prefill", "p", tmp_path, 0).arguments
+
+
+@pytest.mark.parametrize("ep", [3, 64])
+def test_experts_that_cannot_be_shared_evenly_are_refused_with_what_can(ep):
+    with pytest.raises(
+        ConfigError, match=r"--decode-ep: .* 32 experts evenly; ask for one of 1, 2"
+    ):
+        check_together(asked(ep=ep))
+    check_together(asked(ep=32))
+
+
+def test_a_model_without_experts_shares_none(tmp_path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
+    topology = asked(ep=2).changed("model", "--model", path=tmp_path)
+    with pytest.raises(ConfigError, match="no routed experts to share; ask for ep = 1"):
+        check_together(topology)
+
+
+def test_addresses_and_ranks_of_a_worker_that_is_started_by_hand_go_together():
+    ranks = parse_addresses("a:1, b:2,")
+    assert ranks == ("a:1", "b:2")
+    assert check_rank(1, ranks) == 1
+    assert check_rank(None, ()) == 0
+    for text in ("a", "a:", ":1", "a:x", "a:0", "a:70000"):
+        with pytest.raises(ConfigError, match="must be HOST:PORT"):
+            parse_addresses(text)
+    with pytest.raises(ConfigError, match="say which this is with --ep-rank 0 to 1"):
+        check_rank(None, ranks)
+    with pytest.raises(ConfigError, match="--ep-rank 0 to 1"):
+        check_rank(2, ranks)
+    with pytest.raises(ConfigError, match="--ep-rank needs --ep-ranks"):
+        check_rank(0, ())
+
+
+def test_a_group_cannot_grow_or_be_replaced_worker_by_worker():
+    topology = whole_groups(asked(ep=2))
+    refuse_change(topology, ["prefill"])
+    with pytest.raises(ConfigError, match="share their experts in groups of 2 and stay"):
+        refuse_change(topology, ["prefill", "decode"])
+
+
+def test_free_ports_are_different_ones_and_a_foreign_host_is_refused():
+    assert len(set(free_ports("127.0.0.1", 20))) == 20
+    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1"):
+        free_ports("203.0.113.1", 1)

@@ -1,0 +1,159 @@
+"""Pools whose workers share the routed experts: the same tokens, whoever is lost meanwhile.
+
+Real processes of ``pdmesh up``: each worker is a rank with requests of its own, and computes the
+experts that it holds for the rows of all.
+"""
+
+import asyncio
+import os
+import random
+import signal
+
+import meshes
+import pytest
+import torch
+from mesh_changes import pdmesh, started
+
+from pdmesh.launch.topology import shipped_model
+from pdmesh.model.reference import generate_reference
+from pdmesh.model.weights import load_model
+
+NEW_TOKENS = 12
+SIZES = [(2, 2), pytest.param((2, 4), marks=pytest.mark.full)]
+SIZES += [
+    pytest.param((1, 8), marks=pytest.mark.full),
+    pytest.param((4, 1), marks=pytest.mark.full),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.set_num_threads(1)
+    return load_model(shipped_model(), torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def prompts(model):
+    """Half random ids, half repeating ones, where drafts are right."""
+    rng = random.Random(3)
+    found = []
+    for length in (3, 64, 65, 150, 7, 130, 20, 200):
+        ids = [rng.randrange(20, model.config.vocab_size) for _ in range(length)]
+        found.append(ids if len(found) % 2 else [ids[j % 11] for j in range(length)])
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(model, prompts):
+    """What one process answers that holds all experts."""
+    return [generate_reference(model, p, NEW_TOKENS, arithmetic="exact") for p in prompts]
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=lambda s: f"prefill-ep{s[0]}-decode-ep{s[1]}")
+def mesh(request):
+    prefill, decode = request.param
+    flags = ["--prefill-ep", str(prefill), "--decode-ep", str(decode), "--arithmetic", "exact"]
+    with meshes.running_mesh(*flags) as running:
+        running.workers = prefill + max(decode, 2 if decode == 1 else 0)
+        running.sizes = {"prefill": prefill, "decode": decode}
+        yield running
+
+
+async def all_at_once(mesh, prompts, tenant, **rest):
+    fields = {"max_tokens": NEW_TOKENS, "ignore_eos": True, **rest}
+    async with meshes.chat_stub(mesh.address) as stub:
+        return await asyncio.gather(
+            *(meshes.ask(stub, prompt, tenant=tenant, **fields) for prompt in prompts)
+        )
+
+
+async def together(mesh, patience=90):
+    """Waits until all ranks of every group compute together; their workers' statuses."""
+    async with asyncio.timeout(patience):
+        while True:
+            statuses = await mesh.statuses()
+            ranks = [s.ranks for s in statuses if s.ranks is not None]
+            if len(statuses) == mesh.workers and all(len(r.members) == r.size for r in ranks):
+                return statuses
+            await all_at_once(mesh, [[1, 2, 3]], "wake")  # ranks meet when there is something to do
+            await asyncio.sleep(0.2)
+
+
+async def test_tokens_are_those_of_one_process_cold_and_warm_alone_and_together(
+    mesh, prompts, expected
+):
+    for tenant in ("a", "a", "b"):
+        answers = await all_at_once(mesh, prompts, tenant)
+        assert [answer.token_ids for answer in answers] == expected
+    alone = [(await all_at_once(mesh, [prompt], "c"))[0].token_ids for prompt in prompts]
+    assert alone == expected
+    for status in await mesh.statuses():
+        size = mesh.sizes[status.role]
+        if size > 1:
+            assert status.ranks.size == size
+            assert status.ranks.members == tuple(range(size))
+            assert status.ranks.sent_bytes > 0
+        else:
+            assert status.ranks is None
+    assert await mesh.problems() == []
+
+
+async def test_an_answer_that_moves_between_ranks_goes_on_to_the_last_bit(mesh, prompts, expected):
+    if mesh.sizes["decode"] < 2:
+        pytest.skip("one decode rank")
+    async with meshes.chat_stub(mesh.address) as stub:
+        fields = {"max_tokens": 200, "ignore_eos": True, "tenant": "moved"}
+        want = await meshes.ask(stub, prompts[3], **fields)
+        asking = meshes.asking(stub, prompts[3], request_id="moves", **fields)
+        async with asking as (task, answer):
+            await meshes.first_token(task, answer)
+            lines = await pdmesh(mesh, "answers")
+            here = next(w for line in lines for w in line.split() if w.startswith("decode-"))
+            there = next(f"decode-{n}" for n in range(2) if f"decode-{n}" != here)
+            await pdmesh(mesh, "migrate", "moves", "--to", there)
+            moved = await task
+    assert moved.token_ids == want.token_ids
+    assert moved.timing.migrations == 1
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_killed_rank_costs_no_answer_and_comes_back(mesh, prompts, expected, role):
+    if mesh.sizes[role] < 2:
+        pytest.skip(f"one {role} rank")
+    await together(mesh)
+    before = await all_at_once(mesh, prompts, "before", max_tokens=60)
+    asking = asyncio.ensure_future(all_at_once(mesh, prompts, "during", max_tokens=60))
+    await asyncio.sleep(0.3)
+    os.kill(mesh.pids()[f"{role}-1"], signal.SIGKILL)
+    during = await asyncio.wait_for(asking, 240)
+    assert [a.token_ids for a in during] == [a.token_ids for a in before]
+    statuses = await together(mesh)
+    after = await all_at_once(mesh, prompts, "after", max_tokens=60)
+    assert [a.token_ids for a in after] == [a.token_ids for a in before]
+    assert {s.worker_id for s in statuses} == {s.worker_id for s in await mesh.statuses()}
+    assert await mesh.problems(patience=60) == []
+
+
+async def test_a_rank_that_stands_still_is_left_out_and_comes_back(mesh, prompts, expected):
+    if mesh.sizes["decode"] < 2:
+        pytest.skip("one decode rank")
+    await together(mesh)
+    stopped = mesh.pids()["decode-1"]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        answers = await asyncio.wait_for(all_at_once(mesh, prompts, "stopped"), 240)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert [answer.token_ids for answer in answers] == expected
+    await together(mesh)
+    assert await mesh.problems(patience=60) == []
+
+
+@pytest.mark.parametrize("change", [("scale", "decode=4"), ("restart", "decode-0")])
+async def test_a_group_stays_as_it_is_and_says_so(mesh, change):
+    if mesh.sizes["decode"] < 2:
+        pytest.skip("one decode rank")
+    process = await started(mesh, *change)
+    out, _ = await process.communicate()
+    assert process.returncode == 2
+    assert "share their experts in groups of" in out.decode()
