@@ -203,8 +203,8 @@ def command(*arguments: str) -> list[str]:
 def main() -> int:
     processes.command = command
     sys.modules["pdmesh.launch.processes"].command = command
-    serve._prefill = lambda topology, name, port: worker("prefill", topology, name, port)
-    serve._decode = lambda topology, name, port: worker("decode", topology, name, port)
+    serve._prefill = lambda topology, name, a: worker("prefill", topology, name, a.port or 0)
+    serve._decode = lambda topology, name, a: worker("decode", topology, name, a.port or 0)
     serve._router = router
     if len(sys.argv) > 1 and sys.argv[1] == "up":
         from pdmesh.launch import up

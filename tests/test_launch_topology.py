@@ -25,7 +25,7 @@ from pdmesh.wire.errors import ConfigError
 EVERYTHING = """
 [mesh]
 name = "kitchen"
-host = "10.0.0.1"
+host = "127.0.0.2"
 port = 9000
 redis = "redis://10.0.0.5"
 secret_file = "key"
