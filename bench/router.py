@@ -45,11 +45,12 @@ from pdmesh.router.index import PrefixIndex  # noqa: E402
 from pdmesh.router.metrics import Metrics  # noqa: E402
 from pdmesh.router.policies import POLICY_NAMES, make_policy  # noqa: E402
 from pdmesh.router.policy import Candidate, RequestFacts, Snapshot  # noqa: E402
+from pdmesh.router.polled import Polled  # noqa: E402
 from pdmesh.router.request import GenerateRequest  # noqa: E402
 from pdmesh.router.run import Run  # noqa: E402
 from pdmesh.router.server import settle  # noqa: E402
 from pdmesh.router.stream import GatewayStream, Limits  # noqa: E402
-from pdmesh.router.view import MeshView, Polled  # noqa: E402
+from pdmesh.router.view import MeshView  # noqa: E402
 from pdmesh.text.output import OutputText  # noqa: E402
 from pdmesh.text.tokenizer import load_tokenizer  # noqa: E402
 from pdmesh.wire.hashes import page_hashes, root_hash  # noqa: E402
@@ -245,7 +246,7 @@ async def decision_rows(arguments: argparse.Namespace) -> list[Row]:
         run.begin_attempt()
         route = chooser.choose(run, 1, view.snapshot(run.hashes))
         account.routed(run, route)
-        with view.book(route):
+        with view.book(route, run.hashes):
             pass
 
     settle()

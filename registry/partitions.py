@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pdmesh.registry.feed import EventsMissing, PartitionFeed, Position, read_position
-from pdmesh.registry.index import IndexFactory
+from pdmesh.registry.index import PrefixIndex
 from pdmesh.registry.layout import Layout, Place, Segment, pack_group, unpack_event, unpack_hits
 from pdmesh.registry.store import Entries, PageCall, Store, StoreUnavailable
 from pdmesh.wire.hashes import PageHash
@@ -52,7 +52,7 @@ class Partitions:
 
     store: Store
     layout: Layout
-    make_index: IndexFactory
+    make_index: Callable[[], PrefixIndex] = PrefixIndex
     _parts: list[_Part] = field(init=False)
     _turn: int = 0
 
@@ -144,13 +144,21 @@ class Partitions:
             except EventsMissing as error:
                 self._refresh(number, error)
 
+    def tidy(self, pages: int) -> None:
+        """Clears up to ``pages`` pages of what fenced slots owned, all partitions together."""
+        for part in self._parts:
+            if part.feed is not None and pages > 0:
+                pages = part.feed.tidy(pages)
+
     def prefixes(self, hashes: Sequence[PageHash], owners: Owners) -> dict[str, int]:
         """Worker -> how many leading pages of a prompt it owns, if any."""
         walk = _Walk(owners)
         for segment in self.layout.segments(hashes):
             feed = self._parts[segment.place.partition].feed
-            found = {} if feed is None else feed.leading(segment.marks)
-            hits = ((s, feed.epoch_of(s), n) for s, n in found.items()) if feed else iter(())
+            if feed is None:
+                break
+            epoch, found = feed.epoch_of, feed.match(segment.marks)
+            hits = [(slot, epoch(slot), depth) for slot, depth in found.items()]
             if not walk.step(hits, len(segment.marks)):
                 break
         return walk.pages
@@ -162,7 +170,7 @@ class Partitions:
         answers = await self.store.many([lookup_call(segment) for segment in segments])
         for segment, answer in zip(segments, answers, strict=True):
             hits = () if isinstance(answer, StoreUnavailable) else unpack_hits(answer)
-            if not walk.step(iter(hits), len(segment.marks)):
+            if not walk.step(hits, len(segment.marks)):
                 break
         return walk.pages
 
@@ -188,7 +196,7 @@ class _Walk:
         self._before = 0
         self.pages: dict[str, int] = {}
 
-    def step(self, hits: Iterator[tuple[int, int, int]], size: int) -> bool:
+    def step(self, hits: Iterable[tuple[int, int, int]], size: int) -> bool:
         """(slot, epoch, leading pages) of the next segment. Whether anybody owns all of it."""
         whole: set[int] = set()
         for slot, epoch, count in hits:

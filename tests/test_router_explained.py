@@ -7,11 +7,13 @@ from test_router_policy import FACTS, worker
 
 from pdmesh.launch.explain import as_text
 from pdmesh.router.explained import MOST_CHOICES, Decisions
-from pdmesh.router.policies import POLICY_NAMES, make_policy
+from pdmesh.router.policies import POLICY_NAMES, Costs, make_policy
 from pdmesh.router.policy import Snapshot
 from pdmesh.wire.admin import Explanation
 from pdmesh.wire.codec import decode, encode
 from pdmesh.wire.errors import InvalidRequest
+
+COSTS = Costs(token_ms=0.25, itl_base_ms=12.5)
 
 
 def route_by(policy):
@@ -26,7 +28,13 @@ def route_by(policy):
 def noted(decisions, *names, now=1.0):
     for name in names:
         decisions.note(
-            name, answer=0, attempt=1, prompt_tokens=9, route=route_by("priced"), now=now
+            name,
+            answer=0,
+            attempt=1,
+            prompt_tokens=9,
+            route=route_by("priced"),
+            costs=COSTS,
+            now=now,
         )
 
 
@@ -34,7 +42,7 @@ def noted(decisions, *names, now=1.0):
 def test_every_policy_can_explain_its_choices(policy):
     decisions = Decisions(policy)
     route = route_by(policy)
-    decisions.note("r", answer=1, attempt=2, prompt_tokens=9, route=route, now=1.0)
+    decisions.note("r", answer=1, attempt=2, prompt_tokens=9, route=route, costs=COSTS, now=1.0)
     told = decode(encode(decisions.explain("r", 3.5)), Explanation)
     (choice,) = told.choices
     assert (told.policy, choice.answer, choice.attempt, choice.seconds_ago) == (policy, 1, 2, 2.5)

@@ -9,7 +9,7 @@ import router_fakes as fakes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.router.index import PrefixIndex
+from pdmesh.router.expected import Expectations
 from pdmesh.router.policies import POLICY_NAMES, Costs, make_policy
 from pdmesh.router.policies.costs import Link
 from pdmesh.router.policies.hot import HotPrefixes, eviction_order
@@ -354,25 +354,35 @@ def test_a_decode_worker_whose_latency_would_be_over_the_limit_is_avoided():
     assert names(choose(priced(**costs), [prefill("p")], decodes))[1] == "busy"
 
 
-def test_a_burst_over_a_cold_prefix_computes_it_a_few_times_and_no_worker_is_flooded():
+@pytest.mark.parametrize("fetching", [True, False])
+def test_a_burst_over_a_cold_prefix_computes_it_a_few_times_and_no_worker_is_flooded(fetching):
+    """llm-d/llm-d-router#1726: what was just sent somewhere counts, before any event comes."""
     prefix, tails = [bytes([i]) for i in range(64)], 100
     facts = RequestFacts(num_prompt_tokens=64 * 64 + tails, max_tokens=16)
-    policy, rng, index = priced(fetching=False), random.Random(3), PrefixIndex()
+    policy, rng, expected = priced(fetching=fetching), random.Random(3), Expectations()
     sent = dict.fromkeys((f"p{i}" for i in range(8)), 0)
-    slots = {name: i for i, name in enumerate(sent)}
     computed = 0
     for i in range(32):
-        depths = index.match(prefix, now=i / 3000)
+        depths = expected.match(prefix, now=i / 3000)
         workers = tuple(
-            prefill(name, owned_pages=depths.get(slots[name], 0), own_tokens=tokens)
+            prefill(name, expected_pages=depths.get(f"i-{name}", 0), own_tokens=tokens)
             for name, tokens in sent.items()
         )
         route = policy.choose(facts, Snapshot(workers, (decode("d"),), b"cold"), rng, i / 3000)
         computed += route.tokens_to_compute > tails
         sent[route.prefill.worker_id] += route.tokens_to_compute
-        index.expect(slots[route.prefill.worker_id], prefix, until=2.0)
+        expected.expect(route.prefill.instance, prefix, until=2.0)
     assert computed <= 4
     assert max(sent.values()) < 2 * facts.num_prompt_tokens
+
+
+def test_pages_that_a_worker_is_about_to_have_cannot_be_fetched_from_it():
+    prefills = [prefill("p0", expected_pages=10, own_tokens=9000), prefill("p1")]
+    route = choose(priced(), prefills)
+    assert names(route)[0] == "p1"
+    assert route.tokens_to_compute == FACTS.num_prompt_tokens
+    prefills[0] = replace(prefills[0], owned_pages=10)
+    assert choose(priced(), prefills).tokens_to_compute == 1
 
 
 def test_unrelated_requests_of_a_burst_are_spread_although_no_report_came_between():

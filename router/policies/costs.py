@@ -14,6 +14,10 @@ SUSPECT_MS = 1e15
 """For a worker that failed this request before, where nothing better is left."""
 
 
+NEARNESS = ("host", "rack", "elsewhere")
+"""How near two workers are: the order of ``Costs.push``."""
+
+
 @dataclass(frozen=True)
 class Link:
     """Moving latents between two workers."""
@@ -41,7 +45,11 @@ class Costs:
     same_host: Link = Link(0.0, 0.1)
     same_rack: Link = Link(0.0, 0.1)
     elsewhere: Link = Link(0.0, 0.1)
-    """At least as dear as ``same_rack``, which is as dear as ``same_host``."""
+    """At least as dear as ``same_rack``, which is as dear as ``same_host``. These are for a prefix
+    that is fetched."""
+    pushes: tuple[Link, Link, Link] | None = None
+    """The same three for the pages that a prompt brings to decode, most of which come while it is
+    still computed: what is left when the first token is known. None: as for a fetch."""
     racks: Mapping[str, str] = field(default_factory=dict)
     """Rack of a host; hosts that are not named are in no rack."""
     fetching: bool = True
@@ -71,6 +79,33 @@ class Costs:
     """Over which the load is averaged."""
     routers: int = 1
     """Routers that share the workers; each sees its own requests only."""
+
+    @property
+    def push(self) -> tuple[Link, Link, Link]:
+        """Handing a prompt's pages over: on one host, in one rack, elsewhere."""
+        return self.pushes or (self.same_host, self.same_rack, self.elsewhere)
+
+    def nearness(self, one: WorkerRecord, other: WorkerRecord) -> int:
+        """Which of ``push`` is between two workers."""
+        here, there = self.place(one), self.place(other)
+        if here[0] == there[0]:
+            return 0
+        return 1 if here[1] and here[1] == there[1] else 2
+
+    def named(self) -> dict[str, float]:
+        """What is fitted to the workers, in milliseconds by name."""
+        found = {
+            "prefill_token": self.token_ms,
+            "prefill_pair": self.pair_ms,
+            "prefill_start": self.step_ms,
+            "step": self.itl_base_ms,
+            "step_sequence": self.itl_sequence_ms,
+            "step_context": self.itl_context_ms,
+            "sequence": self.sequence_ms,
+        }
+        for place, link in zip(NEARNESS, self.push, strict=True):
+            found |= {f"push_{place}": link.hop_ms, f"push_{place}_token": link.token_ms}
+        return found
 
     def prefill_ms(self, tokens: int, cached: int) -> float:
         """Time to compute a prompt behind ``cached`` tokens of it."""
@@ -127,5 +162,5 @@ def owned_tokens(facts: RequestFacts, candidate: Candidate) -> int:
 
     The last position is always computed: its logits give the first token.
     """
-    owned = candidate.owned_pages * candidate.record.page_format.page_size
+    owned = candidate.spared_pages * candidate.record.page_format.page_size
     return min(owned, facts.num_prompt_tokens - 1)

@@ -80,7 +80,7 @@ class _Partners:
     def __init__(
         self, costs: Costs, facts: RequestFacts, decode: Sequence[Candidate], rng: random.Random
     ) -> None:
-        same, near, elsewhere = costs.same_host, costs.same_rack, costs.elsewhere
+        same, near, elsewhere = costs.push
         self.anywhere = same == near == elsewhere
         """The transfer costs the same between any two."""
         self.rows: list[_Row] = []
@@ -94,7 +94,7 @@ class _Partners:
         need = facts.decode_pages(page_size)
         for i, candidate in enumerate(decode):
             record = candidate.record
-            owned = min(candidate.owned_pages * page_size, tokens - 1)
+            owned = min(candidate.spared_pages * page_size, tokens - 1)
             base = costs.decode_ms(facts, candidate, need)
             doubt = SUSPECT_MS if record.instance in suspect else 0.0
             missing = tokens - owned
@@ -183,26 +183,24 @@ class Priced:
         price = self.pressure.price(len(prefill), now, costs.routers)
         asked = self.hot.rate(anchor, now) * costs.horizon_s / _BURST if anchor else 1.0
         others = costs.beta * max(price, costs.least_price * min(1.0, asked))
-        deepest = max(prefill, key=_depth)
-        most = min(deepest.owned_pages * page_size, tokens - 1)
+        most = min(max(map(_spared, prefill)) * page_size, tokens - 1)
         whole = costs.prefill_ms(tokens, most)
         pages = -(-tokens // page_size)
         kappa = costs.kappa
         if anchor and kappa and most > 0:
-            owners = sum(c.owned_pages > 0 for c in prefill)
+            owners = sum(c.spared_pages > 0 for c in prefill)
             if owners < self.hot.copies(anchor, now):
                 kappa = 0.0
-        source, has = deepest, most
-        if costs.fetching:
-            there = max(decode, key=_depth)
-            source = there if there.owned_pages > deepest.owned_pages else deepest
-            has = min(source.owned_pages * page_size, tokens - 1)
+        source = prefill[0]
+        if costs.fetching:  # from who has the pages now, not from who is about to
+            source = max((*prefill, *decode), key=_owned)
+        has = min(source.owned_pages * page_size, tokens - 1)
         fetched = costs.prefill_ms(tokens, has)
         place = costs.place(source.record)
         rows = []
         for candidate in prefill:
             record = candidate.record
-            owned = min(candidate.owned_pages * page_size, tokens - 1)
+            owned = min(candidate.spared_pages * page_size, tokens - 1)
             compute = costs.prefill_ms(tokens, owned)
             copied = compute - whole if most > owned else 0.0
             fetch = 0.0
@@ -225,5 +223,9 @@ class Priced:
         return rows
 
 
-def _depth(candidate: Candidate) -> int:
+def _owned(candidate: Candidate) -> int:
     return candidate.owned_pages
+
+
+def _spared(candidate: Candidate) -> int:
+    return candidate.spared_pages
