@@ -2,13 +2,19 @@
 
 import asyncio
 import random
+import secrets
+from contextlib import AsyncExitStack
 
 import pytest
 import router_fakes as fakes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_rig import until
 from test_router_view import PAGES, PROMPT, registry_of
 
+from pdmesh.registry.client import RegistryView
+from pdmesh.registry.embedded import EmbeddedStore
+from pdmesh.registry.publisher import WorkerLease
 from pdmesh.router.clients import WorkerClients
 from pdmesh.router.expected import GRACE_S, MOST_S, Expectations, under_way_s
 from pdmesh.router.metrics import Metrics
@@ -18,6 +24,7 @@ from pdmesh.router.prompt import PromptHashes
 from pdmesh.router.view import MeshView
 from pdmesh.wire import chat_pb2
 from pdmesh.wire.errors import InternalError
+from pdmesh.wire.hashes import placed
 from pdmesh.wire.messages import PrefillRequest
 
 FACTS = RequestFacts(num_prompt_tokens=5 * 64 + 1, max_tokens=8)
@@ -141,10 +148,15 @@ def test_prefill_is_about_to_own_a_prompt_from_the_choice_on_and_decode_from_the
 def test_what_a_failed_attempt_was_to_bring_is_expected_no_longer(error, computed):
     view, _ = view_of(registry_of())
     route = chosen(view)
-    with pytest.raises(type(error)), view.book(route, PROMPT) as booking:
-        if computed:
-            booking.prefilled()
-        raise error
+
+    def attempt():
+        with view.book(route, PROMPT) as booking:
+            if computed:
+                booking.prefilled()
+            raise error
+
+    with pytest.raises(type(error)):
+        attempt()
     left = {route.prefill.worker_id: 5} if computed else {}
     assert expected_of(view) == left, "a prompt that was computed is there, whatever failed then"
 
@@ -201,6 +213,72 @@ def test_another_process_under_the_name_of_a_worker_is_about_to_own_nothing():
         registry.records[0] = fakes.FakePrefill("prefill-0", "prefill").record()
         assert expected_of(view) == {}
     assert expected_of(view_of(registry)[0]) == {}, "nor does a router know that just began"
+
+
+# ---- whatever happens to the index that it knows owners from ----------------------------------
+
+
+@pytest.fixture(scope="module")
+def server():
+    store = EmbeddedStore()
+    store.start()
+    yield store
+    store.stop()
+
+
+async def test_what_is_expected_outlives_the_index_and_ends_with_the_process(server):
+    """A partition read afresh, a worker fenced, a router and a worker started again."""
+    name = secrets.token_hex(4)
+    records = registry_of(prefill=2, decode=1).records
+    leases = [WorkerLease(server.url, name, record) for record in records]
+    async with AsyncExitStack() as stack:
+        for lease in leases:
+            stack.push_async_callback(lease.close)
+            await lease.start()
+            await lease.ready()
+        registry = RegistryView(server.url, name)
+        stack.push_async_callback(registry.close)
+        await registry.start()
+        await until(lambda: len(registry.workers()) == 3 and registry.warm, "all are known")
+        view, _ = view_of(registry)
+        route = chosen(view)
+        first = route.prefill.worker_id
+        lease = next(one for one in leases if one.record == route.prefill)
+
+        def registered_again(epoch):
+            return any(o == (first, epoch) for o in registry._state.owners().values())
+
+        with view.book(route, PROMPT):
+            assert expected_of(view) == {first: 5}
+
+            registry._pages.forget()
+            await until(lambda: registry.warm, "the partitions are read afresh")
+            assert expected_of(view) == {first: 5}
+
+            lease.publish(placed(PAGES[:2]))
+            await until(lambda: registry.owned_prefix(first, PAGES) == 2, "it says what it owns")
+            before = lease.epoch
+            lease._doubt = "tried out"
+            lease._wake.set()
+            await until(lambda: lease.epoch > before, "it registers again")
+            await until(lambda: registered_again(lease.epoch), "the router knows")
+            await until(lambda: registry.owned_prefix(first, PAGES) == 0, "it owned no snapshot")
+            assert expected_of(view) == {first: 5}
+
+            other, _ = view_of(registry)
+            assert expected_of(other) == {}, "a router that has just begun"
+
+            await lease.stop()
+            reborn = fakes.FakePrefill(first, "prefill").record()
+            again = WorkerLease(server.url, name, reborn)
+            stack.push_async_callback(again.close)
+            await again.start()
+            await again.ready()
+            await until(lambda: reborn in registry.workers(), "another process under its name")
+            assert expected_of(view) == {}
+            again.publish(placed(PAGES))
+            await until(lambda: registry.owned_prefix(first, PAGES) == 5, "it owns them")
+        assert chosen(view).prefill == reborn
 
 
 # ---- bursts, through a whole router: llm-d/llm-d-router#1726 ----------------------------------
