@@ -43,6 +43,7 @@ from router_match import (  # noqa: E402
     Beside,
     Chain,
     Followed,
+    Registered,
     chains,
     radix_tree,
 )
@@ -98,7 +99,7 @@ def match_rows(arguments: argparse.Namespace) -> Iterator[Row]:
         say("ai-dynamo-runtime is not installed: the index is measured alone")
     for pages in arguments.pages:
         rng = random.Random(arguments.seed)
-        index, live = PrefixIndex(), Followed(range(WORKERS))
+        index, live = PrefixIndex(), Followed([f"worker-{slot}" for slot in range(WORKERS)])
         other = None if tree is None else Beside(tree())
         asked: list[Chain] = []
         say(f"building an index of {pages:,} pages")
@@ -127,7 +128,7 @@ def _match_row(
     theirs: list[float] = []
     for chain in asked[:50]:
         assert index.match(chain.pages) == chain.depths
-        named = {f"worker-{slot}": depth for slot, depth in chain.depths.items()}
+        named = {live.names[slot]: depth for slot, depth in chain.depths.items()}
         assert live.match(chain.pages) == named
         assert other is None or other.match(other.key(chain.pages)) == chain.depths
     size = max(1, len(asked) // 10)
@@ -214,32 +215,12 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-class Registered:
-    """A registry over the partitions of a running router."""
-
-    def __init__(self, records: Sequence[WorkerRecord], followed: Followed) -> None:
-        self._records = list(records)
-        self._names = {f"worker-{slot}": r.worker_id for slot, r in enumerate(records)}
-        self._followed = followed
-
-    def workers(self) -> list[WorkerRecord]:
-        return self._records
-
-    def draining(self) -> list[WorkerRecord]:
-        return []
-
-    def owned_prefixes(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        return {self._names[name]: depth for name, depth in self._followed.match(hashes).items()}
-
-    def mark_lost(self, instance: str) -> None:
-        raise NotImplementedError
-
-
 async def decision_rows(arguments: argparse.Namespace) -> list[Row]:
     """All that a router does for a request before it calls a worker."""
     rng = random.Random(arguments.seed)
     records = [record(role, i) for role in ("prefill", "decode") for i in range(WORKERS)]
-    index, root = Followed(range(len(records))), root_hash(KEY, mesh.FORMAT.fingerprint())
+    index = Followed([r.worker_id for r in records])
+    root = root_hash(KEY, mesh.FORMAT.fingerprint())
     prompts = [tuple(rng.choices(range(4096), k=PROMPT_PAGES * PAGE_SIZE + 1)) for _ in range(64)]
     for prompt in prompts:
         pages = page_hashes(KEY, root, prompt, PAGE_SIZE)
@@ -271,8 +252,8 @@ async def decision_rows(arguments: argparse.Namespace) -> list[Row]:
         run.begin_attempt()
         route = chooser.choose(run, 1, view.snapshot(run.hashes))
         account.routed(run, route)
-        with view.book(route, run.hashes):
-            pass
+        with view.book(route, run.hashes) as booking:
+            booking.prefilled()
 
     settle()
     for number in range(50):

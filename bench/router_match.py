@@ -6,7 +6,7 @@ import importlib
 import json
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +16,7 @@ from pdmesh.registry.index import PrefixIndex
 from pdmesh.registry.layout import Layout, Row, joined
 from pdmesh.registry.partitions import Partitions
 from pdmesh.registry.store import Store
+from pdmesh.wire.messages import WorkerRecord
 
 PARTITIONS = 16
 """Of a mesh, unless its store's URL says otherwise."""
@@ -55,8 +56,10 @@ def chains(pages: int, rng: random.Random) -> Iterator[Chain]:
 class Followed:
     """What a running router knows of a mesh: a feed with an index for each partition."""
 
-    def __init__(self, slots: Iterable[int]) -> None:
-        rows = {slot: Row(1, 1, 0, 0, 0) for slot in slots}
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        """Of the workers, by their slots."""
+        rows = {slot: Row(1, 1, 0, 0, 0) for slot in range(len(names))}
         self._layout = Layout(PARTITIONS)
         self._feeds = [
             PartitionFeed(Position("0-0", rows, b""), PrefixIndex()) for _ in range(PARTITIONS)
@@ -64,7 +67,7 @@ class Followed:
         self._partitions = Partitions(cast("Store", None), self._layout)
         for part, feed in zip(self._partitions._parts, self._feeds, strict=True):
             part.feed, part.stale = feed, False
-        self._owners = {slot: (f"worker-{slot}", 1) for slot in rows}
+        self._owners = {slot: (name, 1) for slot, name in enumerate(names)}
 
     def apply(self, slot: int, pages: Sequence[bytes]) -> None:
         for segment in self._layout.segments(pages):
@@ -72,6 +75,26 @@ class Followed:
 
     def match(self, pages: Sequence[bytes]) -> dict[str, int]:
         return self._partitions.prefixes(pages, self._owners)
+
+
+class Registered:
+    """A registry over the partitions of a running router."""
+
+    def __init__(self, records: Sequence[WorkerRecord], followed: Followed) -> None:
+        self._records = list(records)
+        self._followed = followed
+
+    def workers(self) -> list[WorkerRecord]:
+        return self._records
+
+    def draining(self) -> list[WorkerRecord]:
+        return []
+
+    def owned_prefixes(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        return self._followed.match(hashes)
+
+    def mark_lost(self, instance: str) -> None:
+        raise NotImplementedError
 
 
 def radix_tree(directory: Path | None) -> Callable[[], Any] | None:

@@ -96,9 +96,12 @@ class PartitionFeed:
         self._expected = position
         self._settle()
 
-    def match(self, marks: Sequence[bytes]) -> dict[int, int]:
-        """Slot -> how many of the leading pages it owns, for those that own the first."""
-        return self._index.match(marks)
+    def match(self, marks: Sequence[bytes]) -> list[tuple[int, int, int]]:
+        """Slot, its epoch and how many of the leading pages it owns, for those that own the
+        first."""
+        seen, none = self._seen, (0, 0)
+        found = self._index.match(marks).items()
+        return [(slot, seen.get(slot, none)[0], depth) for slot, depth in found]
 
     def tidy(self, pages: int) -> int:
         """Clears up to ``pages`` pages of what fenced slots owned; returns 0, or ``pages`` where

@@ -21,6 +21,7 @@ DUMP_BUCKETS = 64
 _DUMPS_AT_A_TIME = 64
 """Calls in one step of loading, so that events are read in between."""
 
+_NOBODY = ("", -1)
 Owners = Mapping[int, tuple[str, int]]
 """Slot -> worker and the epoch under which its records count."""
 
@@ -157,15 +158,13 @@ class Partitions:
             feed = self._parts[segment.place.partition].feed
             if feed is None:
                 break
-            epoch, found = feed.epoch_of, feed.match(segment.marks)
-            hits = [(slot, epoch(slot), depth) for slot, depth in found.items()]
-            if not walk.step(hits, len(segment.marks)):
+            if not walk.step(feed.match(segment.marks), len(segment.marks)):
                 break
         return walk.pages
 
     async def lookup(self, hashes: Sequence[PageHash], owners: Owners) -> dict[str, int]:
         """The same, asked of the store in one round trip."""
-        segments = self.layout.segments(hashes)
+        segments = list(self.layout.segments(hashes))
         walk = _Walk(owners)
         answers = await self.store.many([lookup_call(segment) for segment in segments])
         for segment, answer in zip(segments, answers, strict=True):
@@ -198,12 +197,15 @@ class _Walk:
 
     def step(self, hits: Iterable[tuple[int, int, int]], size: int) -> bool:
         """(slot, epoch, leading pages) of the next segment. Whether anybody owns all of it."""
+        owners, going, pages, before = self._owners, self._going, self.pages, self._before
         whole: set[int] = set()
         for slot, epoch, count in hits:
-            worker, current = self._owners.get(slot, ("", 0))
-            if epoch != current or (self._going is not None and slot not in self._going):
+            if going is not None and slot not in going:
                 continue
-            self.pages[worker] = self._before + count
+            worker, current = owners.get(slot, _NOBODY)
+            if epoch != current:
+                continue
+            pages[worker] = before + count
             if count == size:
                 whole.add(slot)
         self._going = whole

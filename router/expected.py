@@ -24,6 +24,7 @@ MOST_S = 30.0
 """The longest time in which a prompt counts as under way."""
 _UNKNOWN_S = 10.0
 """The same where the policy does not say how long the prompt should take."""
+_SWEPT = 1 << 20
 _SLOWER = 3.0
 """It may take so many times as long as expected."""
 
@@ -50,17 +51,17 @@ class Expectations:
         self._index = PrefixIndex()
         self._slots: dict[str, int] = {}
         self._instances: dict[int, str] = {}
-        self._live: dict[int, int] = {}
-        """Slot -> expectations that are not over."""
+        self._counts: dict[int, dict[PageHash, int]] = {}
+        """Slot -> page -> expectations that hold it."""
+        self._live = 0
         self._epochs: dict[int, int] = {}
-        self._counts: dict[tuple[int, PageHash], int] = {}
         self._due: list[tuple[float, int, Expected]] = []
         self._number = 0
         """Rises with everything that begins: entries of ``_due`` and epochs of slots."""
         self._free: list[int] = []
 
     def __len__(self) -> int:
-        return sum(self._live.values())
+        return self._live
 
     def expect(self, instance: str, hashes: Sequence[PageHash], until: float) -> Expected:
         """An instance is about to own these pages of a prompt, all from the first on.
@@ -69,15 +70,15 @@ class Expectations:
             until: when this ends by itself, in seconds of the clock of ``match``'s ``now``.
         """
         slot = self._slot(instance)
-        expected = Expected(slot, hashes, until)
-        counts = self._counts
-        new = []
+        expected = Expected(slot, hashes, until, over=not hashes)
+        if expected.over:
+            return expected
+        counts = self._counts[slot]
+        new = [page for page in hashes if page not in counts]
         for page in hashes:
-            count = counts[slot, page] = counts.get((slot, page), 0) + 1
-            if count == 1:
-                new.append(page)
+            counts[page] = counts.get(page, 0) + 1
         self._index.apply(slot, self._epochs[slot], True, new)
-        self._live[slot] += 1
+        self._live += 1
         self._push(expected)
         return expected
 
@@ -91,17 +92,18 @@ class Expectations:
         if expected.over:
             return
         expected.over = True
-        slot, counts = expected.slot, self._counts
+        slot = expected.slot
+        counts = self._counts[slot]
         gone = []
         for page in expected.hashes:
-            count = counts[slot, page] - 1
+            count = counts[page] - 1
             if count:
-                counts[slot, page] = count
+                counts[page] = count
             else:
-                del counts[slot, page]
+                del counts[page]
                 gone.append(page)
         self._index.apply(slot, self._epochs[slot], False, gone)
-        self._live[slot] -= 1
+        self._live -= 1
 
     def match(self, hashes: Sequence[PageHash], now: float) -> dict[str, int]:
         """Instance -> how many leading pages of a prompt it is about to own."""
@@ -109,18 +111,18 @@ class Expectations:
             _, _, expected = heappop(self._due)
             if expected.until <= now:
                 self.end(expected)
-        if not self._counts:
+        if not self._live:
             return {}
         return {self._instances[slot]: n for slot, n in self._index.match(hashes).items()}
 
     def prune(self, alive: Collection[str]) -> None:
         """Forgets instances that are gone and of which nothing is expected any more."""
         for instance, slot in list(self._slots.items()):
-            if instance not in alive and not self._live[slot]:
-                del self._slots[instance], self._instances[slot], self._live[slot]
+            if instance not in alive and not self._counts[slot]:
+                del self._slots[instance], self._instances[slot], self._counts[slot]
                 self._index.drop(slot)
                 self._free.append(slot)
-        while not self._index.sweep(len(self._counts) + 1):
+        while not self._index.sweep(_SWEPT):
             pass
 
     def _slot(self, instance: str) -> int:
@@ -128,7 +130,7 @@ class Expectations:
         if slot is None:
             slot = self._free.pop() if self._free else len(self._slots)
             self._slots[instance], self._instances[slot] = slot, instance
-            self._live[slot] = 0
+            self._counts[slot] = {}
             self._number += 1
             self._epochs[slot] = self._number
         return slot

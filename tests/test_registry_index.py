@@ -110,6 +110,16 @@ def test_a_bit_given_to_another_worker_brings_no_old_pages_with_it():
     assert index.match(LONG) == expected | {100: 3}
 
 
+def test_sets_of_owners_that_nobody_has_any_more_are_forgotten():
+    """Workers that come to a page one by one leave a set behind for each of them."""
+    index, rng = PrefixIndex(), random.Random(1)
+    for number in range(40_000):
+        page = [bytes([number % 7])]
+        index.apply(rng.randrange(60), 1, rng.random() < 0.5, page)
+    assert len(index._known) < 5000
+    assert index.size().pages <= 7
+
+
 PATHS = [(0,) * 5, (0, 0, 1, 1, 1), (0, 2, 2, 2), (1,) * 6, (1, 1, 1, 0)]
 OPERATION = st.tuples(
     st.sampled_from(["own", "own", "own", "evict", "drop", "restart", "sweep"]),

@@ -117,7 +117,7 @@ def known(feed: PartitionFeed) -> dict[int, set[bytes]]:
     """Slot -> marks; each is asked for by itself, so no order of pages is assumed."""
     found: dict[int, set[bytes]] = {}
     for page in (mark(bucket + n) for bucket in BUCKETS for n in range(MARKS)):
-        for slot in feed.match([page]):
+        for slot, _, _ in feed.match([page]):
             found.setdefault(slot, set()).add(page)
     return found
 
@@ -333,11 +333,12 @@ def test_packed_events_rows_and_owners_come_back(op, slot, epoch, seq, owned):
 def test_a_segment_lies_in_one_bucket_and_prompts_that_share_pages_find_them(count):
     layout = Layout(count)
     chain = [secrets.token_bytes(16) for _ in range(40)]
-    segments = layout.segments(chain)
+    segments = list(layout.segments(chain))
     assert [len(segment.marks) for segment in segments] == [16, 16, 8]
     assert [m for segment in segments for m in segment.marks] == [mark_of(h) for h in chain]
     assert [s.place for s in segments] == [layout.place(chain[i]) for i in (0, 16, 32)]
-    assert layout.segments(chain[:20]) == [segments[0], (segments[1].place, segments[1].marks[:4])]
+    parts = list(layout.segments(chain[:20]))
+    assert parts == [segments[0], (segments[1].place, segments[1].marks[:4])]
     for segment in segments:
         assert 0 <= segment.place.partition < count
         assert 0 <= segment.place.bucket < 2**layout.bucket_bits

@@ -248,6 +248,33 @@ async def test_events_that_come_while_a_partition_is_read_are_not_lost(store):
     assert view.prefixes(prompt(pages), owners) == {"w": 6}
 
 
+async def test_what_a_fenced_worker_owned_is_gone_at_once_and_cleared_a_little_at_a_time(store):
+    """In the index of a router; the store has its own sweep."""
+    pages = chain(1, 40)
+    for slot, size in ((1, 40), (2, 20)):
+        await told(store, Ledger(store.layout, slot, 10), pages[:size])
+    view = Partitions(store, store.layout)
+    await warm(view)
+    indexes = [part.feed._index for part in view._parts]
+
+    def held():
+        return sum(index.size().pages for index in indexes)
+
+    fences = [PageCall("fence", number, (), (1, 11)) for number in range(4)]
+    await store.many(fences)
+    view.take(await store.read(view.cursors(), 0))
+    owners = {1: ("w1", 11), 2: ("w2", 10)}
+    assert view.prefixes(prompt(pages), owners) == {"w2": 20}
+    assert held() == 40
+    view.tidy(10)
+    assert held() in range(30, 41)
+    for _ in range(20):
+        view.tidy(10)
+    assert held() == 20
+    assert not any(index.unswept for index in indexes)
+    assert view.prefixes(prompt(pages), owners) == {"w2": 20}
+
+
 async def test_a_partition_that_does_not_answer_is_behind_and_in_use(store):
     pages = chain(1, 8)
     await told(store, Ledger(store.layout, 1, 10), pages)

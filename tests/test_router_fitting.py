@@ -277,12 +277,12 @@ def test_a_hand_over_is_learnt_for_each_distance_and_never_cheaper_from_farther(
 
     for i in range(30):
         tokens = 64 * rng.randint(0, 60)
-        for other, link in (("a", Link(2.0, 0.01)), ("b", Link(1.0, 0.05))):
+        for other, link in (("a", Link(2.0, 0.02)), ("b", Link(1.0, 0.05))):
             ms = link.hop_ms + link.token_ms * tokens
             fitted.note_push(at("a", "prefill"), at(other, "decode"), tokens, ms, float(i))
     assert fitted.refit()
     host, rack, far = fitted.costs.push
-    assert (host.hop_ms, host.token_ms) == pytest.approx((2.0, 0.01), rel=0.05)
+    assert (host.hop_ms, host.token_ms) == pytest.approx((2.0, 0.02), rel=0.05)
     assert (rack.hop_ms, rack.token_ms) == pytest.approx((2.0, 0.05), rel=0.05)
     assert (far.hop_ms, far.token_ms) == pytest.approx((2.0, 0.1), rel=0.05)
     assert fitted.samples == {
@@ -292,6 +292,15 @@ def test_a_hand_over_is_learnt_for_each_distance_and_never_cheaper_from_farther(
         "push_rack": 30,
         "push_elsewhere": 0,
     }
+
+
+def test_a_hand_over_that_takes_no_time_still_favours_who_has_the_pages():
+    fitted = FittedCosts(Costs())
+    record = prefill("x").record
+    for i in range(30):
+        fitted.note_push(record, record, 64 * (i % 9), 1.0, float(i))
+    assert fitted.refit()
+    assert fitted.costs.push[0].token_ms == pytest.approx(0.1 / MOST_OFF)
 
 
 # ---- in a router --------------------------------------------------------------------------

@@ -26,8 +26,9 @@ _ANSWERS = 1 / 32
 SETTLED = 10
 """Tokens of each sequence after which a worker's mean of step times is that of its batch."""
 MOST_OFF = 8.0
-"""What a sequence costs stays within this factor of what is configured: a batch that never changes
-says nothing about it."""
+"""What a sequence costs stays within this factor of what is configured, since a batch that never
+changes says nothing about it. A pushed token does not become cheaper: who has pages stays better
+than who has not."""
 
 
 class FittedCosts:
@@ -154,7 +155,10 @@ class FittedCosts:
         hop = token = 0.0
         links = []
         for fit, link in zip(self.pushes, self.prior.push, strict=True):
-            own = Link(*fit.coefficients) if fit.ready else _scaled(link, scale)
+            own = configured = _scaled(link, scale)
+            if fit.ready:
+                own = Link(fit.coefficients[0], fit.coefficients[1])
+                token = max(token, configured.token_ms / MOST_OFF)
             hop, token = max(hop, own.hop_ms), max(token, own.token_ms)
             links.append(Link(hop, token))
         return links[0], links[1], links[2]
