@@ -328,8 +328,8 @@ async def test_a_burst_whose_own_parts_are_long_is_shared_by_the_workers(tmp_pat
         await mesh.at_rest()
 
 
-async def test_unrelated_prompts_of_a_burst_are_shared_evenly(tmp_path):
-    async with fakes.mesh(tmp_path, prefill=4) as mesh:
+async def test_unrelated_prompts_of_a_burst_are_shared_evenly_however_old_the_reports(tmp_path):
+    async with fakes.mesh(tmp_path, prefill=4, poll_interval=5.0) as mesh:
         counts = await burst(mesh, [prompt(0, 640, 50 * n) for n in range(16)])
         assert counts == [4] * 4
         await mesh.at_rest()

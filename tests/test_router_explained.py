@@ -61,6 +61,23 @@ def test_the_terms_of_a_cost_add_up_to_it():
         assert sum(score.terms.values()) == pytest.approx(score.cost)
 
 
+def test_what_a_worker_was_only_about_to_have_and_the_costs_are_shown():
+    decisions, about_to = Decisions("priced"), worker("prefill-0", "prefill", expected_pages=3)
+    snapshot = Snapshot(prefill=(about_to,), decode=(worker("decode-0", "decode"),))
+    route = make_policy("priced").choose(FACTS, snapshot, random.Random(0), 1.0)
+    decisions.note("r", answer=0, attempt=1, prompt_tokens=9, route=route, costs=COSTS, now=1.0)
+    told = decode(encode(decisions.explain("r", 1.0)), Explanation)
+    (choice,) = told.choices
+    assert [c.expected for c in choice.candidates] == [True, False]
+    assert choice.costs["prefill_token"] == 0.25
+    assert choice.costs["step"] == 12.5
+    text = as_text(told)
+    assert f" {choice.candidates[0].owned_tokens}* " in text
+    assert "* about to have" in text
+    assert "costs in ms: prefill_token 0.25, step 12.5, sequence 64" in text
+    assert "prefill_pair" not in text, "it costs nothing"
+
+
 def test_a_beginning_names_a_request_if_no_other_begins_so():
     decisions = Decisions("priced")
     noted(decisions, "ab1", "ab2", "c", "ab")
