@@ -285,6 +285,16 @@ def test_prompts_cost_more_than_their_length_where_attention_is_dear():
     assert costs.prefill_ms(100, 50) == 50 + 75 + 5
 
 
+def test_a_queue_takes_as_long_as_its_prompts():
+    """Also where a prompt takes its time and not its tokens."""
+    costs = Costs(token_ms=0.0, pair_ms=0.01, step_ms=5.0)
+    seen = prefill("p", own_tokens=400, own_requests=4, other_requests=2)
+    assert costs.queue_ms(seen) == 4 * costs.prefill_ms(100, 0) + 2 * costs.prefill_ms(256, 0)
+    assert costs.queue_ms(prefill("idle")) == 0
+    busy = [prefill("p0", own_tokens=100, own_requests=1), prefill("p1")]
+    assert names(choose(priced(token_ms=0.0, step_ms=5.0), busy))[0] == "p1"
+
+
 def loaded(work_ms, **costs):
     """A policy that has sent work to two workers for a while."""
     policy = priced(**costs)

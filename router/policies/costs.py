@@ -39,7 +39,7 @@ class Costs:
     token_ms: float = 1.0
     pair_ms: float = 0.0
     step_ms: float = 0.0
-    others_tokens: float = 256.0
+    others_tokens: int = 256
     """Tokens assumed to wait for each request that another router has at a prefill worker."""
 
     same_host: Link = Link(0.0, 0.1)
@@ -116,9 +116,15 @@ class Costs:
         )
 
     def queue_ms(self, candidate: Candidate) -> float:
-        """Time until a prefill worker would begin."""
-        waiting = candidate.own_tokens + self.others_tokens * candidate.other_requests
-        return self.token_ms * waiting
+        """Time until a prefill worker would begin: as if the prompts there were equally long, and
+        those of other routers of ``others_tokens``."""
+        tokens, requests = candidate.own_tokens, candidate.own_requests
+        own = self.token_ms * tokens + self.step_ms * requests
+        if self.pair_ms:
+            own += self.pair_ms * tokens * tokens / max(1, requests)
+        if candidate.other_requests:
+            own += candidate.other_requests * self.prefill_ms(self.others_tokens, 0)
+        return own
 
     def decode_ms(self, facts: RequestFacts, candidate: Candidate, need: int) -> float:
         """Price of decoding at a worker, without the transfer to it; ``need`` is in pages."""
