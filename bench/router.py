@@ -45,6 +45,7 @@ from router_match import (  # noqa: E402
     Followed,
     Registered,
     chains,
+    percentile,
     radix_tree,
 )
 
@@ -53,7 +54,8 @@ from pdmesh.router.account import Account  # noqa: E402
 from pdmesh.router.chooser import Chooser  # noqa: E402
 from pdmesh.router.clients import WorkerClients  # noqa: E402
 from pdmesh.router.metrics import Metrics  # noqa: E402
-from pdmesh.router.policies import POLICY_NAMES, make_policy  # noqa: E402
+from pdmesh.router.policies import POLICY_NAMES, Costs, make_policy  # noqa: E402
+from pdmesh.router.policies.costs import Link  # noqa: E402
 from pdmesh.router.policy import Candidate, RequestFacts, Snapshot  # noqa: E402
 from pdmesh.router.polled import Polled  # noqa: E402
 from pdmesh.router.request import GenerateRequest  # noqa: E402
@@ -188,8 +190,10 @@ def choice_rows(arguments: argparse.Namespace) -> Iterator[Row]:
         for _ in range(50)
     ]
     facts = RequestFacts(num_prompt_tokens=PROMPT_PAGES * PAGE_SIZE + 1, max_tokens=1000)
-    for name in POLICY_NAMES:
-        policy = make_policy(name)
+    links = Costs(pushes=(Link(0.2, 0.01), Link(0.2, 0.05), Link(0.2, 0.1)))
+    policies = {name: make_policy(name) for name in POLICY_NAMES}
+    policies["priced, links differ"] = make_policy("priced", links)
+    for name, policy in policies.items():
         times = []
         for i in range(arguments.repeats):
             began = time.thread_time()
@@ -209,10 +213,6 @@ def _candidate(known: WorkerRecord, rng: random.Random) -> Candidate:
         free_pages=rng.randint(0, 100_000),
         empty_pages=rng.randint(0, 1000),
     )
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 async def decision_rows(arguments: argparse.Namespace) -> list[Row]:

@@ -130,3 +130,7 @@ class Beside:
     def match(self, keys: list[int]) -> dict[int, int]:
         found = self._tree.find_matches(keys).scores
         return {worker[0]: depth for worker, depth in found.items()}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]

@@ -222,8 +222,7 @@ class MeshView:
 
     @contextmanager
     def book(self, route: Route, hashes: PromptHashes, answers: int = 1) -> Iterator[Booking]:
-        """Counts a request at the two workers of its route until leaving. For later choices its
-        pages count as theirs, until they say so themselves or it fails."""
+        """Counts a request, and for later choices its pages, at the two workers of its route."""
         arrivals = Arrivals(self._expected, route, hashes, self._clock)
         booking = Booking(self, route, answers, arrivals)
         try:

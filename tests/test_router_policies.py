@@ -356,6 +356,27 @@ def test_a_decode_worker_nearby_is_worth_a_little_load():
     assert names(choose(priced(**costs, elsewhere=Link(0.0, 0.01)), prefills, decodes))[1] == "far"
 
 
+def test_each_decode_worker_is_shown_with_the_transfer_from_the_chosen_prefill_worker():
+    links = (Link(0.0, 0.01), Link(0.0, 0.1), Link(0.0, 0.5))
+    decodes = [decode("near", "a", own_requests=1), decode("far", "z")]
+    route = choose(priced(pushes=links), [prefill("p", "a")], decodes)
+    terms = {s.candidate.record.worker_id: s.terms for s in route.scores}
+    assert terms["near"]["transfer"] == pytest.approx(6.4)
+    assert terms["far"]["transfer"] == pytest.approx(320)
+    assert names(route)[1] == "near"
+    assert route.chosen[1].terms == terms["near"]
+    assert len(route.scores[1:]) == 2
+
+
+def test_context_costs_only_whom_it_is_shared_with():
+    """Pages in use of a worker without requests are those of an old poll."""
+    decodes = [decode("idle", free_pages=100), decode("busy", free_pages=990, own_requests=1)]
+    route = choose(priced(context_ms=1.0, sequence_ms=1.0), [prefill("p")], decodes)
+    terms = {s.candidate.record.worker_id: s.terms for s in route.scores}
+    assert terms["idle"]["decode"] == 0
+    assert terms["busy"]["decode"] == 1 + 10 * 64
+
+
 def test_a_decode_worker_whose_latency_would_be_over_the_limit_is_avoided():
     costs = {"itl_base_ms": 5.0, "itl_sequence_ms": 1.0, "itl_slo_ms": 20.0, "sequence_ms": 0.1}
     decodes = [decode("busy", owned_pages=9, own_requests=40), decode("idle")]

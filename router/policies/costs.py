@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from pdmesh.router.policy import Candidate, RequestFacts
 from pdmesh.wire.messages import WorkerRecord
@@ -133,7 +134,9 @@ class Costs:
         free = candidate.free_pages
         if free is not None and free < need:
             cost += ROOM_MS
-        if self.context_ms or self.itl_slo_ms:
+        if self.itl_slo_ms or (
+            self.context_ms and sequences
+        ):  # with nobody there it is an old poll
             record = candidate.record
             used = 0 if free is None else record.capacity_pages - free
             context = used * record.page_format.page_size
@@ -151,7 +154,7 @@ class Costs:
 
     def place(self, record: WorkerRecord) -> tuple[str, str]:
         """Host and rack of a worker; the rack is empty if it is not known."""
-        host = record.address.rpartition(":")[0]
+        host = _host(record.address)
         return host, self.racks.get(host, "")
 
     def link(self, one: tuple[str, str], other: tuple[str, str]) -> Link:
@@ -161,6 +164,11 @@ class Costs:
         if one[1] and one[1] == other[1]:
             return self.same_rack
         return self.elsewhere
+
+
+@lru_cache(maxsize=4096)
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
 
 
 def owned_tokens(facts: RequestFacts, candidate: Candidate) -> int:

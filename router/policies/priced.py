@@ -21,7 +21,8 @@ best partner is the best of three and the search needs no pairs.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple, overload
 
 from pdmesh.router.policies.base import both_roles, lowest
@@ -53,8 +54,12 @@ class _Row(NamedTuple):
 class Scores(Sequence[Score]):
     """Why each worker was chosen or not; made when somebody looks."""
 
-    def __init__(self, rows: Sequence[_Row]) -> None:
-        self._rows = rows
+    def __init__(self, make: Callable[[], Sequence[_Row]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _rows(self) -> Sequence[_Row]:
+        return self._make()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -67,7 +72,7 @@ class Scores(Sequence[Score]):
 
     def __getitem__(self, index: int | slice) -> Score | Sequence[Score]:
         if isinstance(index, slice):
-            return Scores(self._rows[index])
+            return [row.score() for row in self._rows[index]]
         return self._rows[index].score()
 
     def __iter__(self) -> Iterator[Score]:
@@ -124,6 +129,20 @@ class _Partners:
                 found = other
         return found
 
+    def seen_from(self, record: WorkerRecord) -> list[_Row]:
+        """What each costs with one prefill worker."""
+        return [self.row(i, record) for i in range(len(self.rows))]
+
+    def row(self, number: int, record: WorkerRecord) -> _Row:
+        """What one costs with one prefill worker."""
+        row = self.rows[number]
+        if self.anywhere:
+            return row
+        link = self._costs.push[self._costs.nearness(record, row.candidate.record)]
+        base, _, doubt = row.values
+        moved = link.hop_ms + self._links[number][1] * link.token_ms
+        return row._replace(values=(base, moved, doubt))
+
     def _best(self, link: Link, places: list[int], rng: random.Random) -> tuple[float, int]:
         costs = []
         for i in places:
@@ -145,16 +164,17 @@ class Priced:
         self, facts: RequestFacts, snapshot: Snapshot, rng: random.Random, now: float
     ) -> Route:
         best: tuple[float, _Row, _Row] | None = None
-        rows: list[_Row] = []
+        groups: list[tuple[list[_Row], _Partners, WorkerRecord]] = []
         for prefill, decode in both_roles(facts, snapshot):
             partners = _Partners(self.costs, facts, decode, rng)
             ours = self._prefill(facts, prefill, decode, snapshot.anchor, now)
             pairs = [partners.best(c.record) for c in prefill]
             sums = [sum(r.values) + p[0] for r, p in zip(ours, pairs, strict=True)]
             i = lowest(sums, rng)
+            record = ours[i].candidate.record
+            groups.append((ours, partners, record))
             if best is None or sums[i] < best[0]:
-                best = sums[i], ours[i], partners.rows[pairs[i][1]]
-            rows += [*ours, *partners.rows]
+                best = sums[i], ours[i], partners.row(pairs[i][1], record)
         assert best is not None
         _, p, d = best
         work = p.values[1]
@@ -165,7 +185,7 @@ class Priced:
             prefill=p.candidate.record,
             decode=d.candidate.record,
             tokens_to_compute=facts.num_prompt_tokens - p.owned,
-            scores=Scores(rows),
+            scores=Scores(lambda: [r for g in groups for r in (*g[0], *g[1].seen_from(g[2]))]),
             chosen=(p.score(), d.score()),
             wait=d.candidate.record.instance in facts.avoid.full,
         )
