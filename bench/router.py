@@ -7,7 +7,7 @@ clock; microseconds an operation, operations for each second of a core. Parts:
 
     match       owners of a 64-page prompt among 64 workers: in one index, as a whole and with a
                 random part that is new, and in a running router's partitions; beside it, in turn,
-                the RadixTree of ai-dynamo-runtime, if installed or in --beside DIR (with its thread)
+                ai-dynamo-runtime's RadixTree, if installed or in --beside DIR (with its thread)
     choice      one choice among 64 prefill and 64 decode workers, every policy
     decision    all that comes before the first call to a worker: the hashes of a prompt of 64
                 pages, the snapshot of 128 workers, the choice, its record, log line and booking
