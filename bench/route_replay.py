@@ -4,7 +4,7 @@
 
 DIR holds traces in Mooncake's format, one JSON object a line: timestamp (ms), input_length,
 output_length and hash_ids, the chained ids of the prompt's blocks. Every request is routed in order
-and at its time by ``pdmesh.router.policies`` over ``pdmesh.router.index``; a worker is
+and at its time by ``pdmesh.router.policies`` over ``pdmesh.registry.index``; a worker is
 
 - a queue, first come first served, that computes so many tokens a second that all workers together
   need nine tenths of the trace's time for all input tokens. The time to the first token is the wait
@@ -36,7 +36,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / ".pythonpath")]
 
-from pdmesh.router.index import PrefixIndex  # noqa: E402 - the path is set above
+from pdmesh.registry.index import PrefixIndex  # noqa: E402 - the path is set above
 from pdmesh.router.policies import POLICY_NAMES, Costs, Policy, make_policy  # noqa: E402
 from pdmesh.router.policy import Candidate, RequestFacts, Snapshot  # noqa: E402
 from pdmesh.wire.hashes import PageFormat  # noqa: E402
@@ -211,7 +211,7 @@ def replay(
     said = time.monotonic()
     for i, request in enumerate(trace.requests):
         began = time.thread_time()
-        depths = index.match(request.blocks, request.at)
+        depths = index.match(request.blocks)
         prefill = tuple(w.seen(depths.get(s, 0), request.at) for s, w in enumerate(pool))
         facts = RequestFacts(request.tokens, request.output)
         # The first block is the same for all prompts of some traces; the second is not.

@@ -5,9 +5,9 @@
 Processor time of the router's process, which other work on the machine disturbs less than the
 clock; microseconds an operation, operations for each second of a core. Parts:
 
-    match       owners of a 64-page prompt in an index of 64 workers; beside it, in the same rounds
-                and in turn, the RadixTree of ai-dynamo-runtime with the same pages, where that is
-                installed (on the path, or in --beside DIR; its thread counts too)
+    match       owners of a 64-page prompt among 64 workers: in one index, as a whole and with a
+                random part that is new, and in a running router's partitions; beside it, in turn,
+                ai-dynamo-runtime's RadixTree, if installed or in --beside DIR (with its thread)
     choice      one choice among 64 prefill and 64 decode workers, every policy
     decision    all that comes before the first call to a worker: the hashes of a prompt of 64
                 pages, the snapshot of 128 workers, the choice, its record, log line and booking
@@ -36,20 +36,32 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
 import router_mesh as mesh  # noqa: E402 - the path is set above
-from router_match import PROMPT_PAGES, WORKERS, Beside, Chain, chains, radix_tree  # noqa: E402
+from router_match import (  # noqa: E402
+    PROMPT_PAGES,
+    WORKERS,
+    Beside,
+    Chain,
+    Followed,
+    Registered,
+    chains,
+    percentile,
+    radix_tree,
+)
 
+from pdmesh.registry.index import PrefixIndex  # noqa: E402
 from pdmesh.router.account import Account  # noqa: E402
 from pdmesh.router.chooser import Chooser  # noqa: E402
 from pdmesh.router.clients import WorkerClients  # noqa: E402
-from pdmesh.router.index import PrefixIndex  # noqa: E402
 from pdmesh.router.metrics import Metrics  # noqa: E402
-from pdmesh.router.policies import POLICY_NAMES, make_policy  # noqa: E402
+from pdmesh.router.policies import POLICY_NAMES, Costs, make_policy  # noqa: E402
+from pdmesh.router.policies.costs import Link  # noqa: E402
 from pdmesh.router.policy import Candidate, RequestFacts, Snapshot  # noqa: E402
+from pdmesh.router.polled import Polled  # noqa: E402
 from pdmesh.router.request import GenerateRequest  # noqa: E402
 from pdmesh.router.run import Run  # noqa: E402
 from pdmesh.router.server import settle  # noqa: E402
 from pdmesh.router.stream import GatewayStream, Limits  # noqa: E402
-from pdmesh.router.view import MeshView, Polled  # noqa: E402
+from pdmesh.router.view import MeshView  # noqa: E402
 from pdmesh.text.output import OutputText  # noqa: E402
 from pdmesh.text.tokenizer import load_tokenizer  # noqa: E402
 from pdmesh.wire.hashes import page_hashes, root_hash  # noqa: E402
@@ -88,38 +100,54 @@ def match_rows(arguments: argparse.Namespace) -> Iterator[Row]:
         say("ai-dynamo-runtime is not installed: the index is measured alone")
     for pages in arguments.pages:
         rng = random.Random(arguments.seed)
-        index, other = PrefixIndex(), None if tree is None else Beside(tree())
+        index, live = PrefixIndex(), Followed([f"worker-{slot}" for slot in range(WORKERS)])
+        other = None if tree is None else Beside(tree())
         asked: list[Chain] = []
         say(f"building an index of {pages:,} pages")
         for number, chain in enumerate(chains(pages, rng)):
             for slot, depth in chain.depths.items():
                 index.apply(slot, 1, True, chain.pages[:depth])
+                live.apply(slot, chain.pages[:depth])
                 if other is not None:
                     other.apply(slot, chain.pages[:depth])
             if number < 4096 or rng.random() < 0.05:
                 asked.append(chain)
         rng.shuffle(asked)
         settle()
-        yield _match_row(pages, index, other, asked[: arguments.repeats])
+        asked = asked[: arguments.repeats]
+        name = f"{pages:,} pages"
+        yield _match_row(name, index, live, other, asked)
+        cut = [chain.cut(rng) for chain in asked]
+        yield _match_row(f"{name}, part is new", index, live, other, cut)
 
 
-def _match_row(pages: int, index: PrefixIndex, other: Beside | None, asked: list[Chain]) -> Row:
+def _match_row(
+    name: str, index: PrefixIndex, live: Followed, other: Beside | None, asked: list[Chain]
+) -> Row:
     ours: list[float] = []
+    lives: list[float] = []
     theirs: list[float] = []
     for chain in asked[:50]:
         assert index.match(chain.pages) == chain.depths
+        named = {live.names[slot]: depth for slot, depth in chain.depths.items()}
+        assert live.match(chain.pages) == named
         assert other is None or other.match(other.key(chain.pages)) == chain.depths
     size = max(1, len(asked) // 10)
     for start in range(0, len(asked), size):
         prompts = [chain.pages for chain in asked[start : start + size]]
         ours.append(cpu_us(index.match, prompts))
+        lives.append(cpu_us(live.match, prompts))
         if other is not None:
             theirs.append(cpu_us(other.match, [other.key(prompt) for prompt in prompts]))
-    values = {"us": statistics.median(ours), "bytes a page": index.size().bytes_per_page}
+    values = {
+        "us": statistics.median(ours),
+        "in partitions us": statistics.median(lives),
+        "bytes a page": index.size().bytes_per_page,
+    }
     if theirs:
         ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
         values |= {"RadixTree us": statistics.median(theirs), "RadixTree / ours": ratio}
-    return Row("match", f"{pages:,} pages, {WORKERS} workers", values)
+    return Row("match", name, values)
 
 
 def cpu_us(work: Callable[[Any], object], items: Sequence[Any]) -> float:
@@ -161,8 +189,10 @@ def choice_rows(arguments: argparse.Namespace) -> Iterator[Row]:
         for _ in range(50)
     ]
     facts = RequestFacts(num_prompt_tokens=PROMPT_PAGES * PAGE_SIZE + 1, max_tokens=1000)
-    for name in POLICY_NAMES:
-        policy = make_policy(name)
+    links = Costs(pushes=(Link(0.2, 0.01), Link(0.2, 0.05), Link(0.2, 0.1)))
+    policies = {name: make_policy(name) for name in POLICY_NAMES}
+    policies["priced, links differ"] = make_policy("priced", links)
+    for name, policy in policies.items():
         times = []
         for i in range(arguments.repeats):
             began = time.thread_time()
@@ -184,44 +214,20 @@ def _candidate(known: WorkerRecord, rng: random.Random) -> Candidate:
     )
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
-class Registered:
-    """A registry over the router's index."""
-
-    def __init__(self, records: Sequence[WorkerRecord], index: PrefixIndex) -> None:
-        self._records = list(records)
-        self._names = [r.worker_id for r in records]
-        self._index = index
-
-    def workers(self) -> list[WorkerRecord]:
-        return self._records
-
-    def draining(self) -> list[WorkerRecord]:
-        return []
-
-    def owned_prefixes(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        return {self._names[slot]: depth for slot, depth in self._index.match(hashes).items()}
-
-    def mark_lost(self, instance: str) -> None:
-        raise NotImplementedError
-
-
 async def decision_rows(arguments: argparse.Namespace) -> list[Row]:
     """All that a router does for a request before it calls a worker."""
     rng = random.Random(arguments.seed)
     records = [record(role, i) for role in ("prefill", "decode") for i in range(WORKERS)]
-    index, root = PrefixIndex(), root_hash(KEY, mesh.FORMAT.fingerprint())
+    index = Followed([r.worker_id for r in records])
+    root = root_hash(KEY, mesh.FORMAT.fingerprint())
     prompts = [tuple(rng.choices(range(4096), k=PROMPT_PAGES * PAGE_SIZE + 1)) for _ in range(64)]
     for prompt in prompts:
         pages = page_hashes(KEY, root, prompt, PAGE_SIZE)
         for slot in rng.sample(range(len(records)), rng.randint(1, 6)):
-            index.apply(slot, 1, True, pages[: rng.randint(1, PROMPT_PAGES)])
+            index.apply(slot, pages[: rng.randint(1, PROMPT_PAGES)])
     for chain in chains(max(arguments.pages), rng):
         for slot, depth in chain.depths.items():
-            index.apply(slot, 1, True, chain.pages[:depth])
+            index.apply(slot, chain.pages[:depth])
     metrics = Metrics()
     view = MeshView(Registered(records, index), WorkerClients(), "tiny", metrics)
     for known in records:
@@ -245,8 +251,8 @@ async def decision_rows(arguments: argparse.Namespace) -> list[Row]:
         run.begin_attempt()
         route = chooser.choose(run, 1, view.snapshot(run.hashes))
         account.routed(run, route)
-        with view.book(route):
-            pass
+        with view.book(route, run.hashes) as booking:
+            booking.prefilled()
 
     settle()
     for number in range(50):

@@ -9,8 +9,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from pdmesh.registry.feed import PartitionFeed, Position
+from pdmesh.registry.index import PrefixIndex
+from pdmesh.registry.layout import Layout, Row, joined
+from pdmesh.registry.partitions import Partitions
+from pdmesh.registry.store import Store
+from pdmesh.wire.messages import WorkerRecord
+
+PARTITIONS = 16
+"""Of a mesh, unless its store's URL says otherwise."""
 WORKERS = 64
 """Of each role."""
 PROMPT_PAGES = 64
@@ -22,6 +31,13 @@ class Chain:
 
     pages: list[bytes]
     depths: dict[int, int]
+
+    def cut(self, rng: random.Random) -> Chain:
+        """A prompt that begins like this one; from a random page on it is new."""
+        known = rng.randrange(len(self.pages))
+        new = [rng.randbytes(16) for _ in self.pages[known:]]
+        depths = {slot: min(depth, known) for slot, depth in self.depths.items()}
+        return Chain([*self.pages[:known], *new], {s: d for s, d in depths.items() if d})
 
 
 def chains(pages: int, rng: random.Random) -> Iterator[Chain]:
@@ -35,6 +51,50 @@ def chains(pages: int, rng: random.Random) -> Iterator[Chain]:
         depths = {slot: rng.randint(1, PROMPT_PAGES) for slot in owners}
         made += max(depths.values())
         yield Chain([rng.randbytes(16) for _ in range(PROMPT_PAGES)], depths)
+
+
+class Followed:
+    """What a running router knows of a mesh: a feed with an index for each partition."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        """Of the workers, by their slots."""
+        rows = {slot: Row(1, 1, 0, 0, 0) for slot in range(len(names))}
+        self._layout = Layout(PARTITIONS)
+        self._feeds = [
+            PartitionFeed(Position("0-0", rows, b""), PrefixIndex()) for _ in range(PARTITIONS)
+        ]
+        self._partitions = Partitions(cast("Store", None), self._layout)
+        for part, feed in zip(self._partitions._parts, self._feeds, strict=True):
+            part.feed, part.stale = feed, False
+        self._owners = {slot: (name, 1) for slot, name in enumerate(names)}
+
+    def apply(self, slot: int, pages: Sequence[bytes]) -> None:
+        for segment in self._layout.segments(pages):
+            self._feeds[segment.place.partition].load([slot, joined(segment.marks)])
+
+    def match(self, pages: Sequence[bytes]) -> dict[str, int]:
+        return self._partitions.prefixes(pages, self._owners)
+
+
+class Registered:
+    """A registry over the partitions of a running router."""
+
+    def __init__(self, records: Sequence[WorkerRecord], followed: Followed) -> None:
+        self._records = list(records)
+        self._followed = followed
+
+    def workers(self) -> list[WorkerRecord]:
+        return self._records
+
+    def draining(self) -> list[WorkerRecord]:
+        return []
+
+    def owned_prefixes(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        return self._followed.match(hashes)
+
+    def mark_lost(self, instance: str) -> None:
+        raise NotImplementedError
 
 
 def radix_tree(directory: Path | None) -> Callable[[], Any] | None:
@@ -70,3 +130,7 @@ class Beside:
     def match(self, keys: list[int]) -> dict[int, int]:
         found = self._tree.find_matches(keys).scores
         return {worker[0]: depth for worker, depth in found.items()}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]

@@ -33,6 +33,9 @@ def as_text(found: Explanation, most: int | None = None) -> str:
     lines = [f"request {found.request_id}, policy {found.policy}"]
     for choice in found.choices:
         lines += ["", _title(choice)]
+        if choice.costs:
+            known = (f"{name} {value:.3g}" for name, value in choice.costs.items() if value)
+            lines.append(f"  costs in ms: {', '.join(known)}")
         for role in ("prefill", "decode"):
             scores = sorted(
                 (c for c in choice.candidates if c.role == role),
@@ -41,6 +44,8 @@ def as_text(found: Explanation, most: int | None = None) -> str:
             lines += _table(role, scores[:most])
             if len(scores) > len(scores[:most]):
                 lines.append(f"  and {len(scores) - len(scores[:most])} more; --all shows them")
+    if any(c.expected for choice in found.choices for c in choice.candidates):
+        lines += ["", "* about to have: sent there, and not told by the worker yet"]
     return "\n".join(lines)
 
 
@@ -67,7 +72,8 @@ def _table(role: str, scores: Sequence[CandidateScore]) -> list[str]:
 
 def _row(score: CandidateScore, terms: Sequence[str]) -> tuple[str, ...]:
     free = "?" if score.free_pages is None else str(score.free_pages)
-    start = ("->" if score.chosen else "", score.worker_id, str(score.owned_tokens))
+    owned = f"{score.owned_tokens}{'*' if score.expected else ''}"
+    start = ("->" if score.chosen else "", score.worker_id, owned)
     values = (f"{score.terms.get(name, 0.0):.1f}" for name in terms)
     return (*start, str(score.requests), free, f"{score.cost:.1f}", *values)
 

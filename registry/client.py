@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from pdmesh.registry.feed import EventsMissing
-from pdmesh.registry.index import IndexFactory, SetIndex
+from pdmesh.registry.index import PrefixIndex
 from pdmesh.registry.keeping import bury, sweep
 from pdmesh.registry.membership import Membership
 from pdmesh.registry.partitions import Partitions
@@ -32,6 +32,8 @@ _CHECKS_OF_ALL = 16
 """Turns of a check in which every partition has its turn."""
 _SWEEP_S = 600.0
 _ASK_SWEEP_S = 60.0
+_TIDIED = 4096
+"""Pages of the local index that are cleared of fenced owners in a round."""
 LOOKUP_S = 0.003
 _MOST_LOOKUPS = 8
 
@@ -64,7 +66,7 @@ class RegistryView:
         lost_s: float = 15.0,
         clock: Callable[[], float] = time.monotonic,
         store: Store | None = None,
-        index: IndexFactory = SetIndex,
+        index: Callable[[], PrefixIndex] = PrefixIndex,
     ) -> None:
         self._store = store or Store(url, mesh)
         self._clock = clock
@@ -236,6 +238,7 @@ class RegistryView:
         await self._catch_up(roster)
         self._state.check(roster, self._clock())
         self._memo = None
+        self._pages.tidy(_TIDIED)
         self._keep(roster)
 
     async def _read(self, block_ms: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pdmesh.registry.index import PageIndex
+from pdmesh.registry.index import PrefixIndex
 from pdmesh.registry.layout import PageEvent, Row, split, unpack_row
 
 
@@ -51,7 +51,7 @@ class PartitionFeed:
         index: an empty one; filled by ``load`` and ``apply``.
     """
 
-    def __init__(self, position: Position, index: PageIndex) -> None:
+    def __init__(self, position: Position, index: PrefixIndex) -> None:
         self.cursor = position.last
         self._seen = {slot: (row.epoch, row.seq) for slot, row in position.rows.items()}
         self._index = index
@@ -64,7 +64,7 @@ class PartitionFeed:
     def load(self, answer: list[Any]) -> None:
         """Of an answer of the function ``dump``."""
         for slot, marks in zip(answer[::2], answer[1::2], strict=True):
-            self._index.apply(int(slot), True, split(marks))
+            self._index.apply(int(slot), self.epoch_of(int(slot)), True, split(marks))
 
     def apply(self, entry_id: str, event: PageEvent) -> None:
         """One event.
@@ -81,7 +81,7 @@ class PartitionFeed:
             raise EventsMissing(f"event {event.seq} of epoch {event.epoch} after {seq} of {epoch}")
         elif event.epoch == epoch and event.seq == seq + 1:
             self._seen[event.slot] = (epoch, event.seq)
-            self._index.apply(event.slot, event.op == "publish", split(event.marks))
+            self._index.apply(event.slot, epoch, event.op == "publish", split(event.marks))
         self.cursor = entry_id
         self._settle()
 
@@ -96,12 +96,20 @@ class PartitionFeed:
         self._expected = position
         self._settle()
 
-    def leading(self, marks: Sequence[bytes]) -> dict[int, int]:
-        """Slot -> how many of the leading pages it owns, for those that own the first."""
-        found: dict[int, int] = {}
-        for depth, slots in enumerate(self._index.match(marks), start=1):
-            found.update(dict.fromkeys(slots, depth))
-        return found
+    def match(self, marks: Sequence[bytes]) -> list[tuple[int, int, int]]:
+        """Slot, its epoch and how many of the leading pages it owns, for those that own the
+        first."""
+        seen, none = self._seen, (0, 0)
+        found = self._index.match(marks).items()
+        return [(slot, seen.get(slot, none)[0], depth) for slot, depth in found]
+
+    def tidy(self, pages: int) -> int:
+        """Clears up to ``pages`` pages of what fenced slots owned; returns 0, or ``pages`` where
+        nothing was left of them. What is not cleared yet takes memory and nothing else."""
+        if not self._index.unswept:
+            return pages
+        self._index.sweep(pages)
+        return 0
 
     def _settle(self) -> None:
         expected = self._expected

@@ -9,7 +9,7 @@ partition has the same hash tag. All numbers are big-endian.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import SEGMENT_PAGES, PageHash
 
 MARK_BYTES = 7
+_MARK = slice(8, 8 + MARK_BYTES)
 MAX_PARTITIONS = 4096
 PAGES = 1_000_000
 _PAGES_A_BUCKET = 48
@@ -32,7 +33,7 @@ EVENT_OPS: tuple[EventOp, ...] = ("fence", "publish", "evict")
 
 def mark_of(page_hash: PageHash) -> bytes:
     """The bytes by which store and index know a page: not those that pick its place."""
-    return page_hash[8 : 8 + MARK_BYTES]
+    return page_hash[_MARK]
 
 
 def xor_of(marks: Iterable[bytes]) -> int:
@@ -119,12 +120,11 @@ class Layout:
         bucket = (number & 0xFFFFFFFF) >> (32 - self.bucket_bits)
         return Place((number >> 32) % self.partitions, bucket)
 
-    def segments(self, hashes: Sequence[PageHash]) -> list[Segment]:
+    def segments(self, hashes: Sequence[PageHash]) -> Iterator[Segment]:
         """A prompt's pages from the first one on, cut where the store cuts them."""
-        return [
-            Segment(self.place(hashes[i]), [mark_of(h) for h in hashes[i : i + SEGMENT_PAGES]])
-            for i in range(0, len(hashes), SEGMENT_PAGES)
-        ]
+        for i in range(0, len(hashes), SEGMENT_PAGES):
+            marks = [page_hash[_MARK] for page_hash in hashes[i : i + SEGMENT_PAGES]]
+            yield Segment(self.place(hashes[i]), marks)
 
     def buckets(self, bitmap: bytes) -> list[int]:
         """The buckets that are in use, of the bitmap that a partition keeps."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pdmesh.registry.feed import EventsMissing, PartitionFeed, Position, read_position
-from pdmesh.registry.index import IndexFactory
+from pdmesh.registry.index import PrefixIndex
 from pdmesh.registry.layout import Layout, Place, Segment, pack_group, unpack_event, unpack_hits
 from pdmesh.registry.store import Entries, PageCall, Store, StoreUnavailable
 from pdmesh.wire.hashes import PageHash
@@ -21,6 +21,7 @@ DUMP_BUCKETS = 64
 _DUMPS_AT_A_TIME = 64
 """Calls in one step of loading, so that events are read in between."""
 
+_NOBODY = ("", -1)
 Owners = Mapping[int, tuple[str, int]]
 """Slot -> worker and the epoch under which its records count."""
 
@@ -52,7 +53,7 @@ class Partitions:
 
     store: Store
     layout: Layout
-    make_index: IndexFactory
+    make_index: Callable[[], PrefixIndex] = PrefixIndex
     _parts: list[_Part] = field(init=False)
     _turn: int = 0
 
@@ -144,25 +145,31 @@ class Partitions:
             except EventsMissing as error:
                 self._refresh(number, error)
 
+    def tidy(self, pages: int) -> None:
+        """Clears up to ``pages`` pages of what fenced slots owned, all partitions together."""
+        for part in self._parts:
+            if part.feed is not None and pages > 0:
+                pages = part.feed.tidy(pages)
+
     def prefixes(self, hashes: Sequence[PageHash], owners: Owners) -> dict[str, int]:
         """Worker -> how many leading pages of a prompt it owns, if any."""
         walk = _Walk(owners)
         for segment in self.layout.segments(hashes):
             feed = self._parts[segment.place.partition].feed
-            found = {} if feed is None else feed.leading(segment.marks)
-            hits = ((s, feed.epoch_of(s), n) for s, n in found.items()) if feed else iter(())
-            if not walk.step(hits, len(segment.marks)):
+            if feed is None:
+                break
+            if not walk.step(feed.match(segment.marks), len(segment.marks)):
                 break
         return walk.pages
 
     async def lookup(self, hashes: Sequence[PageHash], owners: Owners) -> dict[str, int]:
         """The same, asked of the store in one round trip."""
-        segments = self.layout.segments(hashes)
+        segments = list(self.layout.segments(hashes))
         walk = _Walk(owners)
         answers = await self.store.many([lookup_call(segment) for segment in segments])
         for segment, answer in zip(segments, answers, strict=True):
             hits = () if isinstance(answer, StoreUnavailable) else unpack_hits(answer)
-            if not walk.step(iter(hits), len(segment.marks)):
+            if not walk.step(hits, len(segment.marks)):
                 break
         return walk.pages
 
@@ -188,14 +195,17 @@ class _Walk:
         self._before = 0
         self.pages: dict[str, int] = {}
 
-    def step(self, hits: Iterator[tuple[int, int, int]], size: int) -> bool:
+    def step(self, hits: Iterable[tuple[int, int, int]], size: int) -> bool:
         """(slot, epoch, leading pages) of the next segment. Whether anybody owns all of it."""
+        owners, going, pages, before = self._owners, self._going, self.pages, self._before
         whole: set[int] = set()
         for slot, epoch, count in hits:
-            worker, current = self._owners.get(slot, ("", 0))
-            if epoch != current or (self._going is not None and slot not in self._going):
+            if going is not None and slot not in going:
                 continue
-            self.pages[worker] = self._before + count
+            worker, current = owners.get(slot, _NOBODY)
+            if epoch != current:
+                continue
+            pages[worker] = before + count
             if count == size:
                 whole.add(slot)
         self._going = whole

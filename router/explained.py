@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from pdmesh.router.policies.costs import Costs
 from pdmesh.router.policy import Route, Score
 from pdmesh.wire.admin import CandidateScore, Choice, Explanation
 from pdmesh.wire.errors import InvalidRequest
@@ -21,6 +22,7 @@ class _Chosen:
     attempt: int
     prompt_tokens: int
     route: Route
+    costs: Costs
 
 
 class Decisions:
@@ -47,12 +49,13 @@ class Decisions:
         attempt: int,
         prompt_tokens: int,
         route: Route,
+        costs: Costs,
         now: float,
     ) -> None:
-        """A choice was made; ``now`` in seconds."""
+        """A choice was made, with these costs; ``now`` in seconds."""
         choices = self._chosen.setdefault(request_id, [])
         if len(choices) < MOST_CHOICES:
-            choices.append(_Chosen(now, answer, attempt, prompt_tokens, route))
+            choices.append(_Chosen(now, answer, attempt, prompt_tokens, route, costs))
         self._chosen.move_to_end(request_id)
         while len(self._chosen) > self._most:
             self._chosen.popitem(last=False)
@@ -86,6 +89,7 @@ class Decisions:
     def _choice(self, chosen: _Chosen, now: float) -> Choice:
         route = chosen.route
         ours = (route.prefill.instance, route.decode.instance)
+        priced = any(score.terms for score in route.chosen)
         return Choice(
             answer=chosen.answer,
             attempt=chosen.attempt,
@@ -94,6 +98,7 @@ class Decisions:
             tokens_to_compute=route.tokens_to_compute,
             waits=route.wait,
             candidates=tuple(_scored(score, ours) for score in route.scores),
+            costs=chosen.costs.named() if priced else {},
         )
 
 
@@ -105,6 +110,7 @@ def _scored(score: Score, chosen: tuple[str, str]) -> CandidateScore:
         role=record.role,
         chosen=record.instance in chosen,
         owned_tokens=score.owned_tokens,
+        expected=candidate.expected_pages > candidate.owned_pages,
         requests=candidate.own_requests + candidate.other_requests,
         free_pages=candidate.free_pages,
         cost=score.cost,

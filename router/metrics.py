@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from wsgiref.simple_server import WSGIServer
 
@@ -118,6 +118,15 @@ class Metrics:
             ["role"],
             registry=registry,
         )
+        self.costs = Gauge(
+            "pdmesh_cost_seconds",
+            "What the policy weighs, as fitted to the workers.",
+            ["cost"],
+            registry=registry,
+        )
+        self.cost_samples = Gauge(
+            "pdmesh_cost_samples", "Measurements behind a fit.", ["fit"], registry=registry
+        )
         self.prompt_tokens = self._tokens("prompt", "Prompt tokens of finished requests.")
         self.cached_tokens = self._tokens("cached", "Of the prompt tokens, those not computed.")
         self.generation_tokens = self._tokens("generation", "Tokens of finished answers.")
@@ -135,6 +144,13 @@ class Metrics:
         self.generation_tokens.inc(usage.completion_tokens)
         self.drafted_tokens.inc(usage.drafted_tokens)
         self.accepted_tokens.inc(usage.accepted_tokens)
+
+    def fitted(self, costs_ms: Mapping[str, float], samples: Mapping[str, int]) -> None:
+        """What is weighed now, in milliseconds by name, and the measurements behind each fit."""
+        for name, ms in costs_ms.items():
+            self.costs.labels(name).set(ms / 1e3)
+        for name, count in samples.items():
+            self.cost_samples.labels(name).set(count)
 
     def value(self, name: str, **labels: str) -> float:
         """One sample by its full name, e.g. ``pdmesh_num_requests_running``; 0 if absent."""

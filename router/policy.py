@@ -34,6 +34,8 @@ class Candidate:
     record: WorkerRecord
     owned_pages: int = 0
     """Leading pages of the prompt that it holds."""
+    expected_pages: int = 0
+    """Leading pages that it is about to hold, since they were sent there or are computed there."""
     own_requests: int = 0
     """Requests that this router has there now."""
     own_tokens: int = 0
@@ -44,6 +46,11 @@ class Candidate:
     """Pages that could be reserved at the last poll; None before the first."""
     empty_pages: int | None = None
     """Of these the ones that hold nothing: taking another evicts nothing; None before the poll."""
+
+    @property
+    def spared_pages(self) -> int:
+        """Leading pages that need not be computed or sent for the prompt if it goes there."""
+        return max(self.owned_pages, self.expected_pages)
 
 
 @dataclass(frozen=True)
@@ -244,7 +251,7 @@ def _large_enough(
 def _score(role: Role, facts: RequestFacts, candidate: Candidate) -> Score:
     page_size = candidate.record.page_format.page_size
     # The last position is always computed: its logits give the first token.
-    owned = min(candidate.owned_pages * page_size, facts.num_prompt_tokens - 1)
+    owned = min(candidate.spared_pages * page_size, facts.num_prompt_tokens - 1)
     missing = facts.num_prompt_tokens - owned
     if role == "prefill":
         cost = missing + candidate.own_tokens + OTHERS_REQUEST * float(candidate.other_requests)

@@ -71,6 +71,9 @@ class Run:
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     transfer_ms: float = 0.0
+    """The longest of all attempts."""
+    arrival_ms: float = 0.0
+    """From this attempt's first token to the arrival of its pages at decode, once tokens come."""
     _request_id: str = ""
     _drafts: dict[int, tuple[int, int]] = field(default_factory=dict)
     _prompt: tuple[tuple[int, ...], PromptHashes] | None = None
@@ -248,6 +251,7 @@ class Run:
         started = self.clock()
         if chunk.drafted:
             self._drafts[self.gate.attempt] = chunk.drafted, chunk.accepted
+        self.arrival_ms = chunk.transfer_ms
         self.transfer_ms = max(self.transfer_ms, chunk.transfer_ms)
         delta = self.gate.take(chunk)
         self.router_s += self.clock() - started

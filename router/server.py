@@ -106,6 +106,7 @@ class Router:
         around = Surroundings(self.view, self.clients, account, time.monotonic, config.silence_s)
         self.moves = Moves(around, rng)
         self.chooser = Chooser(rng, time.monotonic, config.policy)
+        self._show_costs()
         self._chat = ChatServer(
             RequestParser(
                 tokenizer=tokenizer,
@@ -170,6 +171,15 @@ class Router:
     async def _polled(self) -> None:
         await self._chat.update_health()
         self.moves.tick()
+        self._refit()
+
+    def _refit(self) -> None:
+        if self.chooser.refit(self.view.statuses()):
+            self._show_costs()
+
+    def _show_costs(self) -> None:
+        fitted = self.chooser.fitted
+        self.metrics.fitted(fitted.costs.named(), fitted.samples)
 
     def _page_formats(self) -> list[PageFormat]:
         return [r.page_format for r in (*self.view.ready("prefill"), *self.view.ready("decode"))]

@@ -46,6 +46,7 @@ class Begun:
     booking: Booking
     first_token: int
     delta: Delta
+    pushed_pages: int
 
 
 class Service:
@@ -130,6 +131,7 @@ class Service:
                 self._note_failure(run, failure)
                 deltas = self._alone(run)
         assert run.gate.finish is not None
+        self._chooser.fitted.note_answer(len(run.gate.tokens))
         yield Finished(run.index, run.gate.tail(), run.gate.finish)
 
     async def _alone(self, run: Run) -> AsyncGenerator[Delta, None]:
@@ -146,7 +148,10 @@ class Service:
         route = self._choose(lead, n)
         decode = self._clients.decode(route.decode)
         prefill = self._clients.prefill(route.prefill)
-        with self._view.book(route, n) as booking, self._account.waiting(lead, route) as granted:
+        with (
+            self._view.book(route, lead.hashes, n) as booking,
+            self._account.waiting(lead, route) as granted,
+        ):
             sources = self._view.sources(lead.hashes, route.decode, [route.prefill])
             async with decode.reserve(lead.reserve_request(route, n, sources)) as reserved:
                 granted()
@@ -156,13 +161,17 @@ class Service:
                 booking.prefilled()
                 with blame(route.prefill):
                     lead.note_prefill(first, n)
+                    self._chooser.note_prefill(lead, first, alone=booking.alone)
                     self._admission.note(first.computed_tokens, first.compute_ms / 1e3)
                     begun = []
                     for i, run in enumerate(runs):
                         if i:
                             run.join(lead)
                         token, delta = first.token_ids[i], run.take_first(first, i)
-                        begun.append(Begun(run, route, reserved.held[i], booking, token, delta))
+                        held = reserved.held[i]
+                        begun.append(
+                            Begun(run, route, held, booking, token, delta, first.pushed_pages)
+                        )
                 yield begun
 
     async def _stream(self, begun: Begun) -> AsyncGenerator[Delta, None]:
@@ -175,9 +184,18 @@ class Service:
                 yield begun.delta
                 if run.gate.finish is not None:
                     return
+                arrived = False
                 async with aclosing(live.deltas()) as deltas:
                     async for delta in deltas:
+                        if not arrived:
+                            arrived = True
+                            self._note_push(begun)
                         yield delta
+
+    def _note_push(self, begun: Begun) -> None:
+        """The pages are there: how long it took after the first token."""
+        size = begun.route.decode.page_format.page_size
+        self._chooser.note_push(begun.route, begun.pushed_pages * size, begun.run.arrival_ms)
 
     def _answers(self, request: GenerateRequest) -> Answers:
         sampling = request.sampling

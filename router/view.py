@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from pdmesh.router.booking import Booking
 from pdmesh.router.clients import WorkerClients
+from pdmesh.router.expected import Arrivals, Expectations
 from pdmesh.router.metrics import Metrics
 from pdmesh.router.pairing import Pairing
 from pdmesh.router.policy import Candidate, Route, Snapshot
+from pdmesh.router.polled import Polled, seen_as
 from pdmesh.router.prompt import PromptHashes
 from pdmesh.wire.errors import DeadlineExceeded, PdmeshError
 from pdmesh.wire.hashes import PageFormat
@@ -49,14 +52,6 @@ class Registry(Protocol):
     def mark_lost(self, instance: str) -> None: ...
 
 
-@dataclass(frozen=True)
-class Polled:
-    """A worker's answer, and how many requests of ours were there when it was asked."""
-
-    status: WorkerStatus
-    own_requests: int
-
-
 class MeshView:
     """Snapshots for the policy. ``start`` polls the workers in the background.
 
@@ -65,10 +60,17 @@ class MeshView:
         clients: channels to the workers.
         model: name of the model; workers of other models are left out.
         metrics: gets the in-flight gauges.
+        clock: seconds, monotone.
     """
 
     def __init__(
-        self, registry: Registry, clients: WorkerClients, model: str, metrics: Metrics
+        self,
+        registry: Registry,
+        clients: WorkerClients,
+        model: str,
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._clients = clients
@@ -82,7 +84,10 @@ class MeshView:
         self._probes: dict[str, asyncio.Task[bool]] = {}
         self._requests: dict[str, int] = {}
         self._tokens: dict[str, int] = {}
+        self._sent: dict[str, int] = {}
         self._ignored: set[str] = set()
+        self._clock = clock
+        self._expected = Expectations()
         self._pairing = Pairing()
         self._task: asyncio.Task[None] | None = None
 
@@ -130,6 +135,7 @@ class MeshView:
     ) -> tuple[PageSource, ...]:
         """Who holds more leading pages of a prompt than the chosen worker: hints, best first.
 
+        Of those who have said so: what a worker is only about to own cannot be read there.
         ``besides`` are workers that need not be named.
         """
         owned = self._registry.owned_prefixes(hashes.for_format(chosen.page_format))
@@ -155,41 +161,32 @@ class MeshView:
     def _seen_by(self, records: Sequence[WorkerRecord], hashes: PromptHashes) -> list[Candidate]:
         page_format: PageFormat | None = None
         owned: Mapping[str, int] = {}
+        expected: Mapping[str, int] = {}
         candidates = []
         for record in records:
             if record.page_format != page_format:  # nearly always that of the record before
                 page_format = record.page_format
-                owned = self._registry.owned_prefixes(hashes.for_format(page_format))
+                pages = hashes.for_format(page_format)
+                owned = self._registry.owned_prefixes(pages)
+                expected = self._expected.match(pages, self._clock())
             name = record.worker_id
-            pages = max(owned.get(name, 0), hashes.looked_up.get(name, 0))
-            candidates.append(self._candidate(record, pages))
+            here = max(owned.get(name, 0), hashes.looked_up.get(name, 0))
+            candidates.append(self._candidate(record, here, expected.get(record.instance, 0)))
         return candidates
 
-    def _candidate(self, record: WorkerRecord, owned_pages: int) -> Candidate:
+    def _candidate(self, record: WorkerRecord, owned: int, expected: int) -> Candidate:
         """From what was known at the last look, where nothing has changed."""
         known = self._seen.get(record.instance)
         if known is None or known.record is not record:
-            known = self._seen[record.instance] = self._look(record)
-        return replace(known, owned_pages=owned_pages) if owned_pages else known
-
-    def _look(self, record: WorkerRecord) -> Candidate:
-        """A worker that owns nothing of a prompt."""
-        instance = record.instance
-        polled = self._polled.get(instance)
-        others, free, empty = 0, None, None
-        if polled is not None:
-            status = polled.status
-            there = max(status.queued + status.running, status.leases)
-            others = max(0, there - polled.own_requests)
-            free, empty = status.pool.free + status.pool.cached, status.pool.free
-        return Candidate(
-            record=record,
-            own_requests=self._requests.get(instance, 0),
-            own_tokens=self._tokens.get(instance, 0),
-            other_requests=others,
-            free_pages=free,
-            empty_pages=empty,
-        )
+            known = self._seen[record.instance] = seen_as(
+                record,
+                self._polled.get(record.instance),
+                own_requests=self.in_flight(record.instance),
+                own_tokens=self._tokens.get(record.instance, 0),
+            )
+        if not (owned or expected):
+            return known
+        return replace(known, owned_pages=owned, expected_pages=expected)
 
     def _registered(self) -> list[WorkerRecord]:
         return [*self._registry.workers(), *self._registry.draining()]
@@ -224,11 +221,15 @@ class MeshView:
     # ---- what requests report -------------------------------------------------------------
 
     @contextmanager
-    def book(self, route: Route, answers: int = 1) -> Iterator[Booking]:
-        """Counts a request at the two workers of its route, from now until leaving."""
-        booking = Booking(self, route, answers)
+    def book(self, route: Route, hashes: PromptHashes, answers: int = 1) -> Iterator[Booking]:
+        """Counts a request, and for later choices its pages, at the two workers of its route."""
+        arrivals = Arrivals(self._expected, route, hashes, self._clock)
+        booking = Booking(self, route, answers, arrivals)
         try:
             yield booking
+        except BaseException:
+            booking.failed()
+            raise
         finally:
             booking.give_back()
 
@@ -238,12 +239,22 @@ class MeshView:
             counts[instance] = counts.get(instance, 0) + change
             if counts[instance] == 0:
                 del counts[instance]
+        if requests > 0:
+            self._sent[instance] = self.sent(instance) + requests
         self._seen.pop(instance, None)
         self._metrics.in_flight.labels(role).inc(requests)
 
     def in_flight(self, instance: str) -> int:
         """Requests of this router at a worker."""
         return self._requests.get(instance, 0)
+
+    def sent(self, instance: str) -> int:
+        """Requests that this router has sent to a worker so far."""
+        return self._sent.get(instance, 0)
+
+    def statuses(self) -> list[WorkerStatus]:
+        """What workers said last."""
+        return [polled.status for polled in self._polled.values()]
 
     def polled(self) -> int:
         """Instances that have answered a poll."""
@@ -299,9 +310,10 @@ class MeshView:
             for instance, record in records.items():
                 if instance not in self._polling:
                     self._polling[instance] = asyncio.create_task(self._poll(record))
-            for known in (self._polled, self._seen, self._unreachable, self._ignored):
+            for known in (self._polled, self._seen, self._sent, self._unreachable, self._ignored):
                 for instance in set(known) - records.keys():
                     self._forget(instance)
+            self._expected.prune(records.keys())
             await self._clients.prune(records.keys() | self._polling.keys(), self._busy)
             await changed()
             await asyncio.sleep(interval)
@@ -310,8 +322,8 @@ class MeshView:
         return self.in_flight(instance) > 0
 
     def _forget(self, instance: str) -> None:
-        self._polled.pop(instance, None)
-        self._seen.pop(instance, None)
+        for known in (self._polled, self._seen, self._sent):
+            known.pop(instance, None)
         self._unreachable.discard(instance)
         self._ignored.discard(instance)
 

@@ -107,7 +107,8 @@ class _Anywhere(MeshView):
     """Sends requests where there is least to do, whoever has their pages; names all who have."""
 
     def _seen_by(self, records: Sequence[WorkerRecord], hashes: PromptHashes) -> list[Candidate]:
-        return [replace(c, owned_pages=0) for c in super()._seen_by(records, hashes)]
+        seen = super()._seen_by(records, hashes)
+        return [replace(c, owned_pages=0, expected_pages=0) for c in seen]
 
     def sources(
         self, hashes: PromptHashes, chosen: WorkerRecord, besides: Sequence[WorkerRecord] = ()
@@ -131,17 +132,18 @@ class SimRouter:
         )
         self.clients = WorkerClients(lambda where, role: SimClient(around.network, where, role))
         view = _Anywhere if around.mesh.pulling else MeshView
-        self.view = view(self.registry, self.clients, "sim", metrics)
+        self.view = view(self.registry, self.clients, "sim", metrics, clock=clock)
         account = Account(metrics, clock)
         moving = MoveSurroundings(self.view, self.clients, account, clock, _SILENCE_S)
         self.moves = Moves(moving, rng)
+        self.chooser = Chooser(rng, clock)
         self.service = Service(
             sim_tokenizer(),
             self.view,
             self.clients,
             account,
             self.moves,
-            Chooser(rng, clock),
+            self.chooser,
             ServiceConfig(SECRET),
             clock=clock,
         )
@@ -154,6 +156,7 @@ class SimRouter:
 
     async def _polled(self) -> None:
         self.moves.tick()
+        self.chooser.refit(self.view.statuses())
 
     def begin(self, record: Record) -> asyncio.Task[None]:
         """Serves a request, as the gRPC handler does."""

@@ -183,8 +183,11 @@ class StagedMesh:
 
 
 @contextmanager
-def staged_mesh(folder: Path, decode: str = ""):
-    """A staged mesh of two prefill and two decode workers with a small random model, exact."""
+def staged_mesh(folder: Path, decode: str = "", **variables: str):
+    """A staged mesh of two prefill and two decode workers with a small random model, exact.
+
+    ``variables`` are added to its environment.
+    """
     stage, model = folder / "stage", folder / "model"
     stage.mkdir()
     model.mkdir()
@@ -205,7 +208,7 @@ def staged_mesh(folder: Path, decode: str = ""):
     with meshes.running_mesh(
         topology=topology,
         program=(str(Path(staged.__file__).absolute()),),
-        variables={staged.VARIABLE: str(stage)},
+        variables={staged.VARIABLE: str(stage), **variables},
     ) as mesh:
         mesh.workers = 4
         yield StagedMesh(mesh, staged.Stage(stage), model)

@@ -176,6 +176,9 @@ def serve(arguments: list[str]) -> None:
     import pdmesh.router.config as router_config
 
     if "router" in arguments:
+        import lying_index
+
+        lying_index.in_this_process()
         router_config.RouterConfig = functools.partial(
             router_config.RouterConfig, silence_s=SILENCE_S
         )

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdmesh.registry.embedded import EmbeddedStore
-from pdmesh.registry.index import SetIndex
 from pdmesh.registry.layout import Layout, Row, mark_of, unpack_row, xor_of
 from pdmesh.registry.ledger import Fenced, Ledger, Words, digests
 from pdmesh.registry.partitions import Partitions
@@ -200,7 +199,7 @@ async def test_prefixes_end_where_an_owner_stops_also_in_the_middle_of_a_segment
         await told(store, Ledger(store.layout, slot, 10), pages[:size])
     await told(store, Ledger(store.layout, 5, 10), pages[SEGMENT_PAGES:])  # lacks the beginning
     await told(store, Ledger(store.layout, 6, 9), pages)  # of an epoch that does not count
-    view = Partitions(store, store.layout, SetIndex)
+    view = Partitions(store, store.layout)
     owners = {slot: (f"w{slot}", 10) for slot in range(1, 7)}
     assert view.prefixes(prompt(pages), owners) == {}
     await warm(view)
@@ -215,7 +214,7 @@ async def test_a_gap_makes_one_partition_be_read_afresh_and_what_was_known_stays
     pages = chain(1, 8)
     ledger, owners = Ledger(store.layout, 1, 10), {1: ("w", 10)}
     await told(store, ledger, pages[:2])
-    view = Partitions(store, store.layout, SetIndex)
+    view = Partitions(store, store.layout)
     await warm(view)
     for page in pages[2:]:
         await told(store, ledger, [page])
@@ -233,7 +232,7 @@ async def test_events_that_come_while_a_partition_is_read_are_not_lost(store):
     pages = chain(1, 8)
     ledger, owners = Ledger(store.layout, 1, 10), {1: ("w", 10)}
     await told(store, ledger, pages[:4])
-    view, many = Partitions(store, store.layout, SetIndex), store.many
+    view, many = Partitions(store, store.layout), store.many
 
     async def many_and_more(calls):
         answers = await many(calls)
@@ -249,10 +248,37 @@ async def test_events_that_come_while_a_partition_is_read_are_not_lost(store):
     assert view.prefixes(prompt(pages), owners) == {"w": 6}
 
 
+async def test_what_a_fenced_worker_owned_is_gone_at_once_and_cleared_a_little_at_a_time(store):
+    """In the index of a router; the store has its own sweep."""
+    pages = chain(1, 40)
+    for slot, size in ((1, 40), (2, 20)):
+        await told(store, Ledger(store.layout, slot, 10), pages[:size])
+    view = Partitions(store, store.layout)
+    await warm(view)
+    indexes = [part.feed._index for part in view._parts]
+
+    def held():
+        return sum(index.size().pages for index in indexes)
+
+    fences = [PageCall("fence", number, (), (1, 11)) for number in range(4)]
+    await store.many(fences)
+    view.take(await store.read(view.cursors(), 0))
+    owners = {1: ("w1", 11), 2: ("w2", 10)}
+    assert view.prefixes(prompt(pages), owners) == {"w2": 20}
+    assert held() == 40
+    view.tidy(10)
+    assert held() in range(30, 41)
+    for _ in range(20):
+        view.tidy(10)
+    assert held() == 20
+    assert not any(index.unswept for index in indexes)
+    assert view.prefixes(prompt(pages), owners) == {"w2": 20}
+
+
 async def test_a_partition_that_does_not_answer_is_behind_and_in_use(store):
     pages = chain(1, 8)
     await told(store, Ledger(store.layout, 1, 10), pages)
-    view, many = Partitions(store, store.layout, SetIndex), store.many
+    view, many = Partitions(store, store.layout), store.many
     await warm(view)
     assert view.behind == 0
 

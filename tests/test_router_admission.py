@@ -87,7 +87,9 @@ async def test_a_request_that_would_come_too_late_is_refused_before_it_asks_a_wo
         for _ in range(LEAST_SEEN):
             await mesh.chat(fakes.ask(LONG, max_tokens=2), timeout=60)
         before = len(mesh.decode[0].seen(ReserveRequest))
-        error = await mesh.error(fakes.ask(LONG, max_tokens=2), timeout=60)
+        late = fakes.ask(LONG, max_tokens=2)
+        late.tenant = "nothing of it is cached"
+        error = await mesh.error(late, timeout=60)
         assert error.code() is EXHAUSTED
         assert "retry later or allow more time" in error.details()
         assert int(dict(error.trailing_metadata())["retry-after-ms"]) == RETRY_S[1] * 1e3

@@ -9,7 +9,7 @@ import router_fakes as fakes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.router.index import PrefixIndex
+from pdmesh.router.expected import Expectations
 from pdmesh.router.policies import POLICY_NAMES, Costs, make_policy
 from pdmesh.router.policies.costs import Link
 from pdmesh.router.policies.hot import HotPrefixes
@@ -285,6 +285,16 @@ def test_prompts_cost_more_than_their_length_where_attention_is_dear():
     assert costs.prefill_ms(100, 50) == 50 + 75 + 5
 
 
+def test_a_queue_takes_as_long_as_its_prompts():
+    """Also where a prompt takes its time and not its tokens."""
+    costs = Costs(token_ms=0.0, pair_ms=0.01, step_ms=5.0)
+    seen = prefill("p", own_tokens=400, own_requests=4, other_requests=2)
+    assert costs.queue_ms(seen) == 4 * costs.prefill_ms(100, 0) + 2 * costs.prefill_ms(256, 0)
+    assert costs.queue_ms(prefill("idle")) == 0
+    busy = [prefill("p0", own_tokens=100, own_requests=1), prefill("p1")]
+    assert names(choose(priced(token_ms=0.0, step_ms=5.0), busy))[0] == "p1"
+
+
 def loaded(work_ms, **costs):
     """A policy that has sent work to two workers for a while."""
     policy = priced(**costs)
@@ -346,6 +356,27 @@ def test_a_decode_worker_nearby_is_worth_a_little_load():
     assert names(choose(priced(**costs, elsewhere=Link(0.0, 0.01)), prefills, decodes))[1] == "far"
 
 
+def test_each_decode_worker_is_shown_with_the_transfer_from_the_chosen_prefill_worker():
+    links = (Link(0.0, 0.01), Link(0.0, 0.1), Link(0.0, 0.5))
+    decodes = [decode("near", "a", own_requests=1), decode("far", "z")]
+    route = choose(priced(pushes=links), [prefill("p", "a")], decodes)
+    terms = {s.candidate.record.worker_id: s.terms for s in route.scores}
+    assert terms["near"]["transfer"] == pytest.approx(6.4)
+    assert terms["far"]["transfer"] == pytest.approx(320)
+    assert names(route)[1] == "near"
+    assert route.chosen[1].terms == terms["near"]
+    assert len(route.scores[1:]) == 2
+
+
+def test_context_costs_only_whom_it_is_shared_with():
+    """Pages in use of a worker without requests are those of an old poll."""
+    decodes = [decode("idle", free_pages=100), decode("busy", free_pages=990, own_requests=1)]
+    route = choose(priced(context_ms=1.0, sequence_ms=1.0), [prefill("p")], decodes)
+    terms = {s.candidate.record.worker_id: s.terms for s in route.scores}
+    assert terms["idle"]["decode"] == 0
+    assert terms["busy"]["decode"] == 1 + 10 * 64
+
+
 def test_a_decode_worker_whose_latency_would_be_over_the_limit_is_avoided():
     costs = {"itl_base_ms": 5.0, "itl_sequence_ms": 1.0, "itl_slo_ms": 20.0, "sequence_ms": 0.1}
     decodes = [decode("busy", owned_pages=9, own_requests=40), decode("idle")]
@@ -354,25 +385,35 @@ def test_a_decode_worker_whose_latency_would_be_over_the_limit_is_avoided():
     assert names(choose(priced(**costs), [prefill("p")], decodes))[1] == "busy"
 
 
-def test_a_burst_over_a_cold_prefix_computes_it_a_few_times_and_no_worker_is_flooded():
+@pytest.mark.parametrize("fetching", [True, False])
+def test_a_burst_over_a_cold_prefix_computes_it_a_few_times_and_no_worker_is_flooded(fetching):
+    """llm-d/llm-d-router#1726: what was just sent somewhere counts, before any event comes."""
     prefix, tails = [bytes([i]) for i in range(64)], 100
     facts = RequestFacts(num_prompt_tokens=64 * 64 + tails, max_tokens=16)
-    policy, rng, index = priced(fetching=False), random.Random(3), PrefixIndex()
+    policy, rng, expected = priced(fetching=fetching), random.Random(3), Expectations()
     sent = dict.fromkeys((f"p{i}" for i in range(8)), 0)
-    slots = {name: i for i, name in enumerate(sent)}
     computed = 0
     for i in range(32):
-        depths = index.match(prefix, now=i / 3000)
+        depths = expected.match(prefix, now=i / 3000)
         workers = tuple(
-            prefill(name, owned_pages=depths.get(slots[name], 0), own_tokens=tokens)
+            prefill(name, expected_pages=depths.get(f"i-{name}", 0), own_tokens=tokens)
             for name, tokens in sent.items()
         )
         route = policy.choose(facts, Snapshot(workers, (decode("d"),), b"cold"), rng, i / 3000)
         computed += route.tokens_to_compute > tails
         sent[route.prefill.worker_id] += route.tokens_to_compute
-        index.expect(slots[route.prefill.worker_id], prefix, until=2.0)
+        expected.expect(route.prefill.instance, prefix, until=2.0)
     assert computed <= 4
     assert max(sent.values()) < 2 * facts.num_prompt_tokens
+
+
+def test_pages_that_a_worker_is_about_to_have_cannot_be_fetched_from_it():
+    prefills = [prefill("p0", expected_pages=10, own_tokens=9000), prefill("p1")]
+    route = choose(priced(), prefills)
+    assert names(route)[0] == "p1"
+    assert route.tokens_to_compute == FACTS.num_prompt_tokens
+    prefills[0] = replace(prefills[0], owned_pages=10)
+    assert choose(priced(), prefills).tokens_to_compute == 1
 
 
 def test_unrelated_requests_of_a_burst_are_spread_although_no_report_came_between():

@@ -308,7 +308,7 @@ async def test_a_router_whose_index_is_behind_asks_the_store(tmp_path):
     long = "word " * 300
     async with fakes.mesh(tmp_path, prefill=3) as mesh:
         mesh.registry.stored = {"prefill-1": 2}
-        await mesh.chat(fakes.ask(long, max_tokens=2))
+        await mesh.chat(fakes.ask("other " * 300, max_tokens=2))
         assert mesh.registry.lookups == 0, "its own index is whole"
         mesh.registry.warm = False
         for _ in range(3):

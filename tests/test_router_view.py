@@ -8,8 +8,9 @@ from router_fakes import FORMAT, FakeDecode, FakePrefill, FakeRegistry
 from pdmesh.router.clients import WorkerClients
 from pdmesh.router.metrics import Metrics
 from pdmesh.router.policy import Candidate
+from pdmesh.router.polled import Polled
 from pdmesh.router.prompt import PromptHashes
-from pdmesh.router.view import MeshView, Polled
+from pdmesh.router.view import MeshView
 from pdmesh.wire.messages import PoolStatus, WorkerStatus
 
 PROMPT = PromptHashes(b"k" * 32, "", tuple(range(5 * 64 + 1)))

@@ -86,6 +86,8 @@ class CandidateScore(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """That could be reserved; None: it had not said."""
     terms: dict[str, float] = {}
     """What the cost is the sum of, where the policy says."""
+    expected: bool = False
+    """Some of ``owned_tokens`` it was only about to have."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -100,6 +102,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     candidates: tuple[CandidateScore, ...]
     waits: bool = False
     """Every decode worker was full: the request waited at the one chosen."""
+    costs: dict[str, float] = {}
+    """Milliseconds by name from which the terms were worked out, as fitted by then."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -25,7 +25,7 @@ from pdmesh.router.policies.priced import Priced
 from pdmesh.wire.errors import ConfigError
 
 _MAKERS: dict[str, Callable[[Costs], Policy]] = {
-    "tokens": lambda _: Tokens(),
+    "tokens": Tokens,
     "priced": Priced,
     "min_ttft": MinTtft,
     "longest_prefix": LongestPrefix,

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from pdmesh.router.policies.costs import SUSPECT_MS, owned_tokens
+from pdmesh.router.policies.costs import SUSPECT_MS, Costs, owned_tokens
 from pdmesh.router.policy import Candidate, RequestFacts, Route, Score, Snapshot, no_pair, usable
 from pdmesh.wire.errors import Unavailable
 from pdmesh.wire.hashes import PageFormat
@@ -17,6 +17,9 @@ TIE_MS = 1e-3
 
 class Policy(Protocol):
     """A way to choose."""
+
+    costs: Costs
+    """What things cost; may be set anew between choices."""
 
     def choose(
         self, facts: RequestFacts, snapshot: Snapshot, rng: random.Random, now: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from pdmesh.router.policy import Candidate, RequestFacts
 from pdmesh.wire.messages import WorkerRecord
@@ -12,6 +13,10 @@ ROOM_MS = 1e6
 """For a decode worker whose pool looks too full; it may have room when asked."""
 SUSPECT_MS = 1e15
 """For a worker that failed this request before, where nothing better is left."""
+
+
+NEARNESS = ("host", "rack", "elsewhere")
+"""How near two workers are: the order of ``Costs.push``."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +40,17 @@ class Costs:
     token_ms: float = 1.0
     pair_ms: float = 0.0
     step_ms: float = 0.0
-    others_tokens: float = 256.0
+    others_tokens: int = 256
     """Tokens assumed to wait for each request that another router has at a prefill worker."""
 
     same_host: Link = Link(0.0, 0.1)
     same_rack: Link = Link(0.0, 0.1)
     elsewhere: Link = Link(0.0, 0.1)
-    """At least as dear as ``same_rack``, which is as dear as ``same_host``."""
+    """At least as dear as ``same_rack``, which is as dear as ``same_host``. These are for a prefix
+    that is fetched."""
+    pushes: tuple[Link, Link, Link] | None = None
+    """The same three for the pages that a prompt brings to decode, most of which come while it is
+    still computed: what is left when the first token is known. None: as for a fetch."""
     racks: Mapping[str, str] = field(default_factory=dict)
     """Rack of a host; hosts that are not named are in no rack."""
     fetching: bool = True
@@ -72,6 +81,33 @@ class Costs:
     routers: int = 1
     """Routers that share the workers; each sees its own requests only."""
 
+    @property
+    def push(self) -> tuple[Link, Link, Link]:
+        """Handing a prompt's pages over: on one host, in one rack, elsewhere."""
+        return self.pushes or (self.same_host, self.same_rack, self.elsewhere)
+
+    def nearness(self, one: WorkerRecord, other: WorkerRecord) -> int:
+        """Which of ``push`` is between two workers."""
+        here, there = self.place(one), self.place(other)
+        if here[0] == there[0]:
+            return 0
+        return 1 if here[1] and here[1] == there[1] else 2
+
+    def named(self) -> dict[str, float]:
+        """What is fitted to the workers, in milliseconds by name."""
+        found = {
+            "prefill_token": self.token_ms,
+            "prefill_pair": self.pair_ms,
+            "prefill_start": self.step_ms,
+            "step": self.itl_base_ms,
+            "step_sequence": self.itl_sequence_ms,
+            "step_context": self.itl_context_ms,
+            "sequence": self.sequence_ms,
+        }
+        for place, link in zip(NEARNESS, self.push, strict=True):
+            found |= {f"push_{place}": link.hop_ms, f"push_{place}_token": link.token_ms}
+        return found
+
     def prefill_ms(self, tokens: int, cached: int) -> float:
         """Time to compute a prompt behind ``cached`` tokens of it."""
         return (
@@ -81,9 +117,15 @@ class Costs:
         )
 
     def queue_ms(self, candidate: Candidate) -> float:
-        """Time until a prefill worker would begin."""
-        waiting = candidate.own_tokens + self.others_tokens * candidate.other_requests
-        return self.token_ms * waiting
+        """Time until a prefill worker would begin: as if the prompts there were equally long, and
+        those of other routers of ``others_tokens``."""
+        tokens, requests = candidate.own_tokens, candidate.own_requests
+        own = self.token_ms * tokens + self.step_ms * requests
+        if self.pair_ms:
+            own += self.pair_ms * tokens * tokens / max(1, requests)
+        if candidate.other_requests:
+            own += candidate.other_requests * self.prefill_ms(self.others_tokens, 0)
+        return own
 
     def decode_ms(self, facts: RequestFacts, candidate: Candidate, need: int) -> float:
         """Price of decoding at a worker, without the transfer to it; ``need`` is in pages."""
@@ -92,7 +134,9 @@ class Costs:
         free = candidate.free_pages
         if free is not None and free < need:
             cost += ROOM_MS
-        if self.context_ms or self.itl_slo_ms:
+        if self.itl_slo_ms or (
+            self.context_ms and sequences
+        ):  # with nobody there it is an old poll
             record = candidate.record
             used = 0 if free is None else record.capacity_pages - free
             context = used * record.page_format.page_size
@@ -110,7 +154,7 @@ class Costs:
 
     def place(self, record: WorkerRecord) -> tuple[str, str]:
         """Host and rack of a worker; the rack is empty if it is not known."""
-        host = record.address.rpartition(":")[0]
+        host = _host(record.address)
         return host, self.racks.get(host, "")
 
     def link(self, one: tuple[str, str], other: tuple[str, str]) -> Link:
@@ -122,10 +166,15 @@ class Costs:
         return self.elsewhere
 
 
+@lru_cache(maxsize=4096)
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
+
+
 def owned_tokens(facts: RequestFacts, candidate: Candidate) -> int:
     """Leading tokens of the prompt that a worker need not compute.
 
     The last position is always computed: its logits give the first token.
     """
-    owned = candidate.owned_pages * candidate.record.page_format.page_size
+    owned = candidate.spared_pages * candidate.record.page_format.page_size
     return min(owned, facts.num_prompt_tokens - 1)

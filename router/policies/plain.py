@@ -47,7 +47,11 @@ class RecentWork:
 
 
 class Tokens:
-    """``choose_route``: tokens to compute and waiting, pages to send, sequences."""
+    """``choose_route``: tokens to compute and waiting, pages to send, sequences; costs are not
+    asked."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
 
     def choose(
         self, facts: RequestFacts, snapshot: Snapshot, rng: random.Random, now: float
@@ -59,7 +63,7 @@ class _Plain:
     """By one number for each prefill worker."""
 
     def __init__(self, costs: Costs) -> None:
-        self._costs = costs
+        self.costs = costs
         self._work = RecentWork()
 
     def choose(
@@ -78,9 +82,9 @@ class _Plain:
     def _decode(self, facts: RequestFacts) -> CostOf:
         def cost(candidate: Candidate) -> float:
             missing = facts.num_prompt_tokens - owned_tokens(facts, candidate)
-            moved = self._costs.elsewhere.token_ms * missing
+            moved = self.costs.push[2].token_ms * missing
             need = facts.decode_pages(candidate.record.page_format.page_size)
-            return self._costs.decode_ms(facts, candidate, need) + moved
+            return self.costs.decode_ms(facts, candidate, need) + moved
 
         return cost
 
@@ -179,7 +183,7 @@ class MinTtft(_Plain):
     def _cost(
         self, facts: RequestFacts, snapshot: Snapshot, rng: random.Random, now: float
     ) -> CostOf:
-        costs = self._costs
+        costs = self.costs
 
         def cost(candidate: Candidate) -> float:
             owned = owned_tokens(facts, candidate)

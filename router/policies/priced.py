@@ -21,7 +21,8 @@ best partner is the best of three and the search needs no pairs.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple, overload
 
 from pdmesh.router.policies.base import both_roles, lowest
@@ -53,8 +54,12 @@ class _Row(NamedTuple):
 class Scores(Sequence[Score]):
     """Why each worker was chosen or not; made when somebody looks."""
 
-    def __init__(self, rows: Sequence[_Row]) -> None:
-        self._rows = rows
+    def __init__(self, make: Callable[[], Sequence[_Row]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _rows(self) -> Sequence[_Row]:
+        return self._make()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -67,7 +72,7 @@ class Scores(Sequence[Score]):
 
     def __getitem__(self, index: int | slice) -> Score | Sequence[Score]:
         if isinstance(index, slice):
-            return Scores(self._rows[index])
+            return [row.score() for row in self._rows[index]]
         return self._rows[index].score()
 
     def __iter__(self) -> Iterator[Score]:
@@ -80,7 +85,7 @@ class _Partners:
     def __init__(
         self, costs: Costs, facts: RequestFacts, decode: Sequence[Candidate], rng: random.Random
     ) -> None:
-        same, near, elsewhere = costs.same_host, costs.same_rack, costs.elsewhere
+        same, near, elsewhere = costs.push
         self.anywhere = same == near == elsewhere
         """The transfer costs the same between any two."""
         self.rows: list[_Row] = []
@@ -94,7 +99,7 @@ class _Partners:
         need = facts.decode_pages(page_size)
         for i, candidate in enumerate(decode):
             record = candidate.record
-            owned = min(candidate.owned_pages * page_size, tokens - 1)
+            owned = min(candidate.spared_pages * page_size, tokens - 1)
             base = costs.decode_ms(facts, candidate, need)
             doubt = SUSPECT_MS if record.instance in suspect else 0.0
             missing = tokens - owned
@@ -124,6 +129,20 @@ class _Partners:
                 found = other
         return found
 
+    def seen_from(self, record: WorkerRecord) -> list[_Row]:
+        """What each costs with one prefill worker."""
+        return [self.row(i, record) for i in range(len(self.rows))]
+
+    def row(self, number: int, record: WorkerRecord) -> _Row:
+        """What one costs with one prefill worker."""
+        row = self.rows[number]
+        if self.anywhere:
+            return row
+        link = self._costs.push[self._costs.nearness(record, row.candidate.record)]
+        base, _, doubt = row.values
+        moved = link.hop_ms + self._links[number][1] * link.token_ms
+        return row._replace(values=(base, moved, doubt))
+
     def _best(self, link: Link, places: list[int], rng: random.Random) -> tuple[float, int]:
         costs = []
         for i in places:
@@ -145,16 +164,17 @@ class Priced:
         self, facts: RequestFacts, snapshot: Snapshot, rng: random.Random, now: float
     ) -> Route:
         best: tuple[float, _Row, _Row] | None = None
-        rows: list[_Row] = []
+        groups: list[tuple[list[_Row], _Partners, WorkerRecord]] = []
         for prefill, decode in both_roles(facts, snapshot):
             partners = _Partners(self.costs, facts, decode, rng)
             ours = self._prefill(facts, prefill, decode, snapshot.anchor, now)
             pairs = [partners.best(c.record) for c in prefill]
             sums = [sum(r.values) + p[0] for r, p in zip(ours, pairs, strict=True)]
             i = lowest(sums, rng)
+            record = ours[i].candidate.record
+            groups.append((ours, partners, record))
             if best is None or sums[i] < best[0]:
-                best = sums[i], ours[i], partners.rows[pairs[i][1]]
-            rows += [*ours, *partners.rows]
+                best = sums[i], ours[i], partners.row(pairs[i][1], record)
         assert best is not None
         _, p, d = best
         work = p.values[1]
@@ -165,7 +185,7 @@ class Priced:
             prefill=p.candidate.record,
             decode=d.candidate.record,
             tokens_to_compute=facts.num_prompt_tokens - p.owned,
-            scores=Scores(rows),
+            scores=Scores(lambda: [r for g in groups for r in (*g[0], *g[1].seen_from(g[2]))]),
             chosen=(p.score(), d.score()),
             wait=d.candidate.record.instance in facts.avoid.full,
         )
@@ -183,26 +203,24 @@ class Priced:
         price = self.pressure.price(len(prefill), now, costs.routers)
         asked = self.hot.rate(anchor, now) * costs.horizon_s / _BURST if anchor else 1.0
         others = costs.beta * max(price, costs.least_price * min(1.0, asked))
-        deepest = max(prefill, key=_depth)
-        most = min(deepest.owned_pages * page_size, tokens - 1)
+        most = min(max(map(_spared, prefill)) * page_size, tokens - 1)
         whole = costs.prefill_ms(tokens, most)
         pages = -(-tokens // page_size)
         kappa = costs.kappa
         if anchor and kappa and most > 0:
-            owners = sum(c.owned_pages > 0 for c in prefill)
+            owners = sum(c.spared_pages > 0 for c in prefill)
             if owners < self.hot.copies(anchor, now):
                 kappa = 0.0
-        source, has = deepest, most
-        if costs.fetching:
-            there = max(decode, key=_depth)
-            source = there if there.owned_pages > deepest.owned_pages else deepest
-            has = min(source.owned_pages * page_size, tokens - 1)
+        source = prefill[0]
+        if costs.fetching:  # from who has the pages now, not from who is about to
+            source = max((*prefill, *decode), key=_owned)
+        has = min(source.owned_pages * page_size, tokens - 1)
         fetched = costs.prefill_ms(tokens, has)
         place = costs.place(source.record)
         rows = []
         for candidate in prefill:
             record = candidate.record
-            owned = min(candidate.owned_pages * page_size, tokens - 1)
+            owned = min(candidate.spared_pages * page_size, tokens - 1)
             compute = costs.prefill_ms(tokens, owned)
             copied = compute - whole if most > owned else 0.0
             fetch = 0.0
@@ -225,5 +243,9 @@ class Priced:
         return rows
 
 
-def _depth(candidate: Candidate) -> int:
+def _owned(candidate: Candidate) -> int:
     return candidate.owned_pages
+
+
+def _spared(candidate: Candidate) -> int:
+    return candidate.spared_pages

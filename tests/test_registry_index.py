@@ -1,11 +1,11 @@
-"""The router's index of owned prefixes, against a model that keeps a set of pages a worker."""
+"""The index of owned prefixes, against a model that keeps a set of pages a worker."""
 
 import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.router.index import PrefixIndex
+from pdmesh.registry.index import PrefixIndex
 
 
 def chain(*path: int) -> list[bytes]:
@@ -82,39 +82,6 @@ def test_events_told_twice_count_once():
     assert index.size().pages == 0
 
 
-def test_a_burst_sees_where_its_first_request_went_until_the_expectation_ends():
-    index = PrefixIndex()
-    index.apply(4, 1, True, [])
-    index.expect(4, LONG[:50], until=2.0)
-    assert index.match(LONG, now=1.9) == {4: 50}
-    index.expect(4, LONG[:20], until=5.0)
-    index.apply(5, 1, True, LONG[:30])
-    assert index.match(LONG, now=1.9) == {4: 50, 5: 30}
-    assert index.match(LONG, now=2.0) == {4: 20, 5: 30}
-    assert index.match(LONG, now=5.0) == {5: 30}
-    assert index.size().pending == 0
-
-
-def test_what_a_worker_says_outlives_the_expectation():
-    index = PrefixIndex()
-    index.expect(4, LONG[:50], until=2.0)
-    index.apply(4, 0, True, LONG[:10])
-    assert index.match(LONG, now=3.0) == {4: 10}
-
-
-def test_an_expectation_ends_with_the_worker_it_was_of():
-    index = PrefixIndex()
-    index.apply(4, 1, True, [])
-    index.expect(4, LONG[:50], until=9.0)
-    index.drop(4)
-    assert index.match(LONG, now=1.0) == {}
-    while not index.sweep(10):
-        pass
-    index.apply(5, 1, True, LONG[:1])
-    assert index.match(LONG, now=1.0) == {5: 1}
-    assert index.match(LONG, now=9.0) == {5: 1}
-
-
 def test_memory_follows_what_is_owned():
     index = PrefixIndex()
     for epoch in range(1, 20):
@@ -141,6 +108,16 @@ def test_a_bit_given_to_another_worker_brings_no_old_pages_with_it():
         index.apply(slot, 1, True, [])
     expected = {slot: slot for slot in range(1, 70, 2)}
     assert index.match(LONG) == expected | {100: 3}
+
+
+def test_sets_of_owners_that_nobody_has_any_more_are_forgotten():
+    """Workers that come to a page one by one leave a set behind for each of them."""
+    index, rng = PrefixIndex(), random.Random(1)
+    for number in range(40_000):
+        page = [bytes([number % 7])]
+        index.apply(rng.randrange(60), 1, rng.random() < 0.5, page)
+    assert len(index._known) < 5000
+    assert index.size().pages <= 7
 
 
 PATHS = [(0,) * 5, (0, 0, 1, 1, 1), (0, 2, 2, 2), (1,) * 6, (1, 1, 1, 0)]
