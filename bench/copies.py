@@ -31,8 +31,8 @@ from route_replay import TRACES, Trace, load, record  # noqa: E402 - the path is
 
 from pdmesh.kvcache.manager import KvManager  # noqa: E402
 from pdmesh.kvcache.replicas import ReplicaHints  # noqa: E402
+from pdmesh.registry.index import PrefixIndex  # noqa: E402
 from pdmesh.registry.replicas import PERIOD_S  # noqa: E402
-from pdmesh.router.index import PrefixIndex  # noqa: E402
 from pdmesh.router.policies import Costs, make_policy  # noqa: E402
 from pdmesh.router.policies.costs import Link  # noqa: E402
 from pdmesh.router.policy import Candidate, RequestFacts, Snapshot  # noqa: E402
@@ -131,7 +131,7 @@ def replay(trace: Trace, blocks: int, prefill: int, decode: int, copies: bool, s
     times: list[float] = []
     for request in trace.requests:
         mesh.now = now = request.at
-        depths = mesh.owners.index.match(request.blocks, now)
+        depths = mesh.owners.index.match(request.blocks)
         candidates = tuple(
             Candidate(
                 w.record,

@@ -83,6 +83,30 @@ def test_a_figure_that_is_too_low_is_said(bench, trace):
     assert len(list(route_replay.shortfalls(cell(0.49, 1.0, (0.4, 1.0, 2.0)), True))) == 2
 
 
+def test_ties_that_fall_otherwise_are_no_shortfall(bench):
+    route_replay = bench[0]
+    make = route_replay.Result
+
+    def rows(ours, error):
+        quick = make("t", 3000, 4, "min_ttft", 0.4, 1.0, 1.0, 1.0, 1.0, None, 0.01)
+        bounded = make("t", 3000, 4, "bounded_load", 0.5, 1.0, 9.0, 9.0, 1.0)
+        return [quick, bounded, make("t", 3000, 4, "priced", 0.5, 1.0, ours, 1.0, 1.0, None, error)]
+
+    assert list(route_replay.shortfalls(rows(1.02, 0.01), False)) == []
+    assert len(list(route_replay.shortfalls(rows(1.04, 0.01), False))) == 1
+    assert len(list(route_replay.shortfalls(rows(1.021, 0.0), False))) == 1
+
+
+def test_runs_with_several_seeds_are_one_row(bench):
+    runs = [
+        bench[0].Result("t", 3000, 4, "priced", h, 1.0, m, 2.0, 5.0)
+        for h, m in ((0.4, 1.0), (0.6, 3.0))
+    ]
+    one = bench[0].averaged(runs)
+    assert (one.hit, one.mean_s, one.error_s) == (0.5, 2.0, pytest.approx(1.0))
+    assert bench[0].averaged(runs[:1]) == runs[0]
+
+
 def test_the_command_prints_a_row_a_policy_and_writes_them(bench, tmp_path, capsys):
     out = tmp_path / "out.json"
     arguments = ["--traces", str(DATA), "--trace", SAMPLES[0].name, "--first", "50"]
