@@ -140,6 +140,18 @@ def _wrap_unary(method: Method) -> grpc.RpcMethodHandler:
     return grpc.unary_unary_rpc_method_handler(call)
 
 
+async def _written(context: grpc.aio.ServicerContext, data: bytes) -> bool:
+    """Writes one message of a stream; False where the caller has left meanwhile."""
+    try:
+        await context.write(data)
+    except Exception as error:  # noqa: BLE001 - grpc has several, and names none
+        if context.done():
+            log.debug("the caller left while it was written to: %s", error)
+            return False
+        raise
+    return True
+
+
 def _wrap_stream(method: Method) -> grpc.RpcMethodHandler:
     handler = method.stream
     assert handler is not None
@@ -150,7 +162,8 @@ def _wrap_stream(method: Method) -> grpc.RpcMethodHandler:
             messages = handler(decode(data, method.request))
             try:
                 async for message in messages:
-                    await context.write(encode(message))
+                    if not await _written(context, encode(message)):
+                        return
             finally:  # a call cancelled while it writes must end the handler at once
                 if isinstance(messages, AsyncGenerator):
                     await messages.aclose()
