@@ -88,7 +88,14 @@ async def serve_decode(config: DecodeConfig) -> None:
     receiver = TransferReceiver(store, listeners)
     receiver.start()
     scheduler: DecodeScheduler[DecodeSequence] = DecodeScheduler(config.max_batch)
-    ranks = Ranks(config.ep_rank, config.ep_ranks, f"{config.mesh}/decode", 2 * config.lease_ttl_s)
+    ranks = Ranks(
+        config.ep_rank,
+        config.ep_ranks,
+        f"{config.mesh}/decode",
+        2 * config.lease_ttl_s,
+        config.redundant_experts,
+        config.rebalance,
+    )
     called, rank = await join_ranks(model, fmt, ranks)
     runner = DecodeRunner(called, store, fmt.page_size, config.draft_tokens)
     sender = TransferSender(fmt, make_dialers(config.transports, store), store)

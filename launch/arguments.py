@@ -263,6 +263,12 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR")
     serve.add_argument("--ep-ranks", metavar="LIST", help="workers: HOST:PORT of each rank")
     serve.add_argument("--ep-rank", type=int, metavar="N", help="workers: which of them it is")
+    serve.add_argument(
+        "--redundant-experts", type=int, metavar="N", help="workers: copies of experts besides"
+    )
+    serve.add_argument(
+        "--no-rebalance", action="store_true", help="workers: shared experts stay where they are"
+    )
     serve.add_argument("--pages", type=int, help="workers: pages of KV memory")
     serve.add_argument("--threads", type=int, help="workers: threads (default: all cores)")
     serve.add_argument("--eviction", metavar="NAME", help="workers: lru or returns")

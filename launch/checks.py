@@ -101,17 +101,27 @@ def _check_page(topology: Topology, config: Mapping[str, object]) -> None:
 def _check_experts(topology: Topology, config: Mapping[str, object]) -> None:
     experts = config.get("n_routed_experts")
     for role, section in (("prefill", topology.prefill), ("decode", topology.decode)):
-        if section.ep == 1 or not config:
+        copies = section.redundant_experts
+        if section.ep == 1:
+            if copies:
+                with topology.blamed(role, "redundant_experts"):
+                    raise ConfigError(
+                        "there are copies of experts only where workers share them; "
+                        "ask for 0, or for an ep of more than 1"
+                    )
+            continue
+        if not config:
             continue
         with topology.blamed(role, "ep"):
             if not isinstance(experts, int) or experts < 1:
                 raise ConfigError(
                     f"{topology.model_path} has no routed experts to share; ask for ep = 1"
                 )
-            if experts % section.ep:
-                fitting = [n for n in range(1, experts + 1) if experts % n == 0]
+            if section.ep > experts or (experts + copies) % section.ep:
+                fitting = [n for n in range(1, experts + 1) if (experts + copies) % n == 0]
+                besides = f" and {copies} copies" if copies else ""
                 raise ConfigError(
-                    f"{section.ep} workers cannot share {experts} experts evenly; "
+                    f"{section.ep} workers cannot share {experts} experts{besides} evenly; "
                     f"ask for one of {', '.join(map(str, fitting))}"
                 )
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from pdmesh.launch.ranks import RankPlace
 from pdmesh.launch.restart import Death
-from pdmesh.launch.topology import AUTO_DRAFTS, Topology, cores
+from pdmesh.launch.topology import AUTO_DRAFTS, DecodeSection, PrefillSection, Topology, cores
 
 PARENT_VARIABLE = "PDMESH_PARENT"
 REDIS_VARIABLE = "PDMESH_REDIS"
@@ -87,9 +87,14 @@ def worker_spec(
     hints = () if topology.kvcache.replica_hints else ("--no-replica-hints",)
     caching = ("--eviction", topology.kvcache.eviction, *hints)
     shared = _shared_arguments(topology, secret)
-    ranks = () if place is None else place.arguments
+    ranks = () if place is None else place.arguments + _expert_arguments(section)
     arguments = ("--id", name, *sizes, *own, *ranks, *caching, *moving, *ending, *shared)
     return Spec(name, role, arguments, threads)
+
+
+def _expert_arguments(section: PrefillSection | DecodeSection) -> tuple[str, ...]:
+    still = () if section.rebalance else ("--no-rebalance",)
+    return ("--redundant-experts", str(section.redundant_experts), *still)
 
 
 def _prefill_arguments(topology: Topology) -> tuple[str, ...]:

@@ -97,6 +97,11 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
         topology = topology.changed("decode", "--max-waiting", max_waiting=a.max_waiting)
     if a.role != "router":
         topology = topology.changed(a.role, "--ep-ranks", ep=_group_size(a))
+        topology = topology.changed(
+            a.role, "--redundant-experts", redundant_experts=a.redundant_experts
+        )
+        still = False if a.no_rebalance else None
+        topology = topology.changed(a.role, "--no-rebalance", rebalance=still)
     if topology.mesh.secret_file is None:
         raise ConfigError("no secret given; add --secret-file FILE (the same on every host)")
     return topology
@@ -171,6 +176,8 @@ def _prefill(
             drain_s=topology.mesh.drain_s,
             transports=topology.mesh.transports,
             metrics_port=section.metrics_port,
+            redundant_experts=section.redundant_experts,
+            rebalance=section.rebalance,
             **_ranks(arguments),
             **_shared(topology),
         )
@@ -197,6 +204,8 @@ def _decode(
             drain_s=topology.mesh.drain_s,
             transports=topology.mesh.transports,
             metrics_port=section.metrics_port,
+            redundant_experts=section.redundant_experts,
+            rebalance=section.rebalance,
             **_ranks(arguments),
             **_shared(topology),
         )

@@ -78,7 +78,14 @@ async def serve_prefill(config: PrefillConfig) -> None:
         secret,
         served_grammars(config.model_path, vocab_size),
     )
-    ranks = Ranks(config.ep_rank, config.ep_ranks, f"{config.mesh}/prefill", 2 * config.lease_ttl_s)
+    ranks = Ranks(
+        config.ep_rank,
+        config.ep_ranks,
+        f"{config.mesh}/prefill",
+        2 * config.lease_ttl_s,
+        config.redundant_experts,
+        config.rebalance,
+    )
     called, rank = await join_ranks(model, fmt, ranks)
     sender = page_sender(fmt, store, config.transports)
     worker = PrefillWorker(

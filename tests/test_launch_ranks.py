@@ -55,6 +55,14 @@ def test_experts_that_cannot_be_shared_evenly_are_refused_with_what_can(ep):
     check_together(asked(ep=32))
 
 
+def test_copies_of_experts_count_and_need_a_group():
+    check_together(asked(ep=4, redundant_experts=4))
+    with pytest.raises(ConfigError, match="32 experts and 2 copies evenly; ask for one of 1"):
+        check_together(asked(ep=4, redundant_experts=2))
+    with pytest.raises(ConfigError, match="copies of experts only where workers share them"):
+        check_together(asked(redundant_experts=2))
+
+
 def test_a_model_without_experts_shares_none(tmp_path):
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
     topology = asked(ep=2).changed("model", "--model", path=tmp_path)

@@ -47,6 +47,8 @@ threads = 3
 chunk_tokens = 128
 max_queue = 9
 ep = 2
+redundant_experts = 4
+rebalance = false
 metrics_port = 9200
 [decode]
 workers = 4
@@ -58,6 +60,8 @@ growth_tokens = 256
 park_mb = 64
 max_waiting = 7
 ep = 4
+redundant_experts = 8
+rebalance = false
 metrics_port = 9300
 [router]
 workers = 2

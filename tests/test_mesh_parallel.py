@@ -55,7 +55,9 @@ def expected(model, prompts):
 def mesh(request):
     prefill, decode = request.param
     flags = ["--prefill-ep", str(prefill), "--decode-ep", str(decode), "--arithmetic", "exact"]
-    with meshes.running_mesh(*flags) as running:
+    copies = 2 * decode if decode > 1 else 0
+    topology = f"[decode]\nredundant_experts = {copies}\n"
+    with meshes.running_mesh(*flags, topology=topology) as running:
         running.workers = prefill + max(decode, 2 if decode == 1 else 0)
         running.sizes = {"prefill": prefill, "decode": decode}
         yield running
@@ -118,6 +120,20 @@ async def test_an_answer_that_moves_between_ranks_goes_on_to_the_last_bit(mesh, 
             moved = await task
     assert moved.token_ids == want.token_ids
     assert moved.timing.migrations == 1
+
+
+async def test_experts_are_placed_anew_while_answers_stream(mesh, prompts, expected):
+    if mesh.sizes["decode"] < 2:
+        pytest.skip("one decode rank")
+    want = await all_at_once(mesh, prompts, "unmoved", max_tokens=60)
+    for turn in range(40):
+        answers = await all_at_once(mesh, prompts, f"moved {turn}", max_tokens=60)
+        assert [a.token_ids for a in answers] == [a.token_ids for a in want]
+        plans = {s.ranks.plan for s in await mesh.statuses() if s.role == "decode"}
+        if len(plans) == 1 and plans != {0}:
+            break
+    assert plans != {0}, plans
+    assert await mesh.problems() == []
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])

@@ -200,17 +200,17 @@ def test_ranks_that_meet_one_after_the_other_end_up_together(seed):
     agreements(network)
 
 
-def test_the_main_model_comes_before_the_mtp_layer_and_the_largest_batch_counts():
+def test_the_main_model_the_largest_batch_and_the_newest_plan_of_all_count():
     one, two = Assembly(0), Assembly(1)
     for a, b in ((one, 1), (two, 0)):
         a.connected(b)
         a.form([b])
-    one.hear(1, Begin((0, 1), 7, (0, 0), (0, 1), "mtp", 3))
+    one.hear(1, Begin((0, 1), 7, (0, 0), (0, 1), (0, 3, 5, 9), "mtp", 3))
     assert one.wanted
-    said = one.begin("forward", 2)
+    said = one.begin("forward", 2, (0, 4, 5))
     two.hear(0, said)
     agreed = one.agree()
-    assert (agreed.kind, agreed.most_rows) == ("forward", 3)
+    assert (agreed.kind, agreed.most_rows, agreed.plan) == ("forward", 3, 5)
     again = one.begin("idle", 0)
     assert again.number > said.number
     assert again.used == (0, 7)
@@ -218,6 +218,6 @@ def test_the_main_model_comes_before_the_mtp_layer_and_the_largest_batch_counts(
 
 def test_a_word_of_a_rank_that_is_not_connected_is_nobodys():
     one = Assembly(0)
-    assert one.hear(1, Begin((0, 1), 1, (0, 0), (0, 1), "forward", 1)) == ()
+    assert one.hear(1, Begin((0, 1), 1, (0, 0), (0, 1), (0,), "forward", 1)) == ()
     assert not one.wanted
     assert one.left(1)

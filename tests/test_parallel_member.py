@@ -8,8 +8,10 @@ import pytest
 import torch
 from parallel_rig import a_step, later_rows, redundant, same, skewed_model, wide_model
 
+from pdmesh.model.parallel.balancer import BalanceRule, imbalance
 from pdmesh.model.parallel.member import Member, Place
 from pdmesh.model.parallel.payload import WireFormat
+from pdmesh.model.parallel.plans import first_placement
 from pdmesh.model.parallel.virtual import Settings
 from pdmesh.wire.errors import ConfigError, Unavailable
 
@@ -208,6 +210,43 @@ def test_a_step_that_fails_at_one_rank_fails_there_alone():
         found = together([right, wrong])
         assert torch.equal(found[0], step.hidden[0])
         check(members, step)
+
+
+def test_experts_are_placed_anew_while_ranks_compute_and_no_bit_changes(monkeypatch):
+    monkeypatch.setattr("pdmesh.model.parallel.member.LOAD_STEPS", 3)
+    model = skewed_model()
+    rule = BalanceRule(288, window=2, min_rows=50, tolerance=1.01)
+    first = first_placement(2, 256, 4, 32)
+    with group(model, 4, placement=first, rule=rule) as members:
+        step = a_step(model, 4, 1, (20, 9, 0, 30))
+        load = torch.zeros((2, 256), dtype=torch.int64)
+        for member in members:
+            count = member._plans.count
+            monkeypatch.setattr(
+                member._plans, "count", lambda rows, c=count: (load.add_(rows), c(rows))
+            )
+        for _ in range(20):
+            check(members, step)
+            if all(member.plan for member in members):
+                break
+        assert len({member.plan for member in members}) == 1
+        plan = members[0].plan
+        assert plan > 0
+        after = members[0]._plans.placement(plan)
+        assert imbalance(after, load).max() < imbalance(first, load).max()
+        members[3].close()
+        check(members[:3], a_step(model, 3, 1, (5, 6, 7)))
+        again = a_member(model, 3, members[0].place.addresses, placement=first, rule=rule)
+        try:
+            again.join()
+            for _ in range(200):
+                check([*members[:3], again], step, mtp=False)
+                if again.members == (0, 1, 2, 3) and again.plan >= plan:
+                    break
+            assert again.plan >= plan
+            check([*members[:3], again], step)
+        finally:
+            again.close()
 
 
 def test_calls_that_wait_when_the_group_is_left_fail_by_name():

@@ -220,6 +220,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Of them, ended by the loss of a rank and computed again."""
     sent_bytes: int
     """To other ranks."""
+    plan: int = 0
+    """The placement of experts in use: 0 the first one, others by number."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -33,6 +33,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True):
         used: for each of the members the number of the last of its words that the sender has used
             for a step, 0 if none.
         ready: ranks that the sender is connected to, itself included.
+        plans: numbers of the placements of experts that the sender knows.
         kind, rows: what the sender wants, and how many rows it has.
     """
 
@@ -40,6 +41,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True):
     number: int
     used: tuple[int, ...]
     ready: tuple[int, ...]
+    plans: tuple[int, ...]
     kind: Kind
     rows: int
 
@@ -55,12 +57,14 @@ class Agreed:
         kind: what is computed; members that want another kind, or nothing, have no rows in it.
             "idle" where nobody wants anything: then nothing is computed.
         most_rows: the most that a member has.
+        plan: the placement of experts, the newest that all members know.
     """
 
     step: int
     members: tuple[int, ...]
     kind: Kind
     most_rows: int
+    plan: int = 0
 
 
 class Assembly:
@@ -134,15 +138,19 @@ class Assembly:
         """Whether another rank waits for this one's word."""
         return any(self._concerns(rank, word) for rank, word in self._heard.items())
 
-    def begin(self, kind: Kind, rows: int) -> Begin:
-        """This rank's word for the next step, to be told to all `members`. Once a step."""
+    def begin(self, kind: Kind, rows: int, plans: Sequence[int] = (0,)) -> Begin:
+        """This rank's word for the next step, to be told to all `members`. Once a step.
+
+        Every rank knows plan 0.
+        """
         assert self._said is None
         self._join()
         ready = tuple(sorted(self._connected | {self.rank}))
         members = tuple(sorted(self.members))
         self._number += 1
         used = tuple(self._used.get(member, 0) for member in members)
-        self._said = Begin(members, self._number, used, ready, kind, rows)
+        known = tuple(sorted(plans))
+        self._said = Begin(members, self._number, used, ready, known, kind, rows)
         return self._said
 
     def agree(self) -> Agreed | None:
@@ -173,7 +181,8 @@ class Assembly:
         kinds = {word.kind for word in words} - {"idle"}
         most = max(word.rows for word in words)
         kind: Kind = "forward" if "forward" in kinds else "mtp" if kinds else "idle"
-        return Agreed(_step(words), said.members, kind, most)
+        plan = max(set.intersection(*(set(word.plans) for word in words)))
+        return Agreed(_step(words), said.members, kind, most, plan)
 
     def left(self, rank: int) -> bool:
         """Whether `rank` has gone on to another step, and sends nothing more for this one."""

@@ -45,6 +45,7 @@ class FrameType(IntEnum):
     BEGIN = 2
     MESSAGE = 3
     ALIVE = 4
+    PLAN = 5
 
 
 class Hello(msgspec.Struct, frozen=True):

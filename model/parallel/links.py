@@ -13,7 +13,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,13 +44,15 @@ class Events:
 
     Attributes:
         connected: there is one to this rank.
-        word: its frame of type BEGIN.
+        word: the header of its frame of type BEGIN.
+        plan: the header of its frame of type PLAN.
         message: one of its messages.
         lost: the connection is gone; nothing more comes by it.
     """
 
     connected: Callable[[int], None]
     word: Callable[[int, bytes], None]
+    plan: Callable[[int, bytes], None]
     message: Callable[[int, Channel, Message], None]
     lost: Callable[[int, str], None]
 
@@ -134,6 +136,12 @@ class Links:
     def say(self, ranks: Sequence[int], word: msgspec.Struct) -> None:
         """Sends a BEGIN frame to some ranks; those that are lost hear nothing."""
         frame = pack(FrameType.BEGIN, word)
+        for rank in ranks:
+            self._send(rank, [frame])
+
+    def tell(self, ranks: Iterable[int], plan: msgspec.Struct) -> None:
+        """Sends a PLAN frame to some ranks."""
+        frame = pack(FrameType.PLAN, plan)
         for rank in ranks:
             self._send(rank, [frame])
 
@@ -256,10 +264,15 @@ class Links:
                     events.message(rank, *unpack_message(header, body))
                 elif kind == FrameType.BEGIN:
                     events.word(rank, header)
+                elif kind == FrameType.PLAN:
+                    events.plan(rank, header)
         except (EOFError, OSError):
             return "its connection has ended"
         except BadFrame as error:
             return str(error)
+        except Exception as error:
+            log.exception("a frame of rank %d could not be taken", rank)
+            return f"a mistake here: {error}"
 
     def _watch(self) -> None:
         """Says that this rank is alive, and closes what has been silent."""

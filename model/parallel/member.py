@@ -25,12 +25,14 @@ from pdmesh.model.batch import Batch, Form
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.parallel.assembly import Agreed, Assembly, Begin, Kind
+from pdmesh.model.parallel.balancer import BalanceRule
 from pdmesh.model.parallel.building import RankBuilder
 from pdmesh.model.parallel.exchange import Channel, Message, RankLost
 from pdmesh.model.parallel.frames import Hello
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.links import Events, Links
 from pdmesh.model.parallel.placement import Placement
+from pdmesh.model.parallel.plans import Plan, Plans
 from pdmesh.model.parallel.rank import Rank
 from pdmesh.model.parallel.schedule import choose_mode, plan_schedule
 from pdmesh.model.parallel.step import RankBatch, begin, first_rows, mtp_rows, walk
@@ -40,6 +42,11 @@ from pdmesh.wire.logs import event
 from pdmesh.wire.messages import RankStatus
 
 log = logging.getLogger(__name__)
+
+LOAD = "load"
+"""Channel of the rows that experts were asked for, sent to the leader."""
+LOAD_STEPS = 64
+"""Steps of all ranks after which a rank sends them."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,8 @@ class Member:
     Args:
         model: the whole one; shards are cut from it.
         place: where this rank stands.
-        placement: of the experts while all ranks are there; by default one copy each, in order.
+        placement: of the experts at first; by default one copy each, in order.
+        rule: when to place them anew; None: never.
         settings: how the ranks compute; the same on all of them.
         digest: of what else has to be the same everywhere, such as the page format.
 
@@ -96,6 +104,7 @@ class Member:
         placement: Placement | None = None,
         settings: Settings = Settings(),  # noqa: B008 - it is immutable
         digest: str = "",
+        rule: BalanceRule | None = None,
     ) -> None:
         self.place = place
         self.settings = settings
@@ -106,7 +115,10 @@ class Member:
         self._model = model
         groups = Groups(len(place.addresses))
         self._builder = RankBuilder(model, groups, settings.arithmetic, settings.wire)
-        self._placement = self._builder.placement(placement)
+        first = self._builder.placement(placement)
+        self._plans = Plans(place.rank, groups.ep, first, rule)
+        self.plan = 0
+        """The placement of experts that the last step used."""
         self._assembly = Assembly(place.rank)
         self._changed = threading.Condition()
         self._messages: dict[tuple[int, Channel], Message] = {}
@@ -116,9 +128,9 @@ class Member:
         self._closed = False
         self._owes = False
         """The last step failed here: the others have to hear that this rank has left it."""
-        self._built: tuple[tuple[int, ...], Placement, Rank] | None = None
+        self._built: tuple[tuple[int, ...], int, Placement, Rank] | None = None
         hello = Hello(place.group, groups.ep, place.rank, digest)
-        events = Events(self._connected, self._word, self._message, self._lost)
+        events = Events(self._connected, self._word, self._learn, self._message, self._lost)
         self._links = Links(hello, place.addresses, events, place.silence_s)
         self._thread = threading.Thread(target=self._run, name="ep-steps", daemon=True)
         self._ended: Future[None] = Future()
@@ -233,6 +245,7 @@ class Member:
             steps=self.steps,
             repeated=self.repeated,
             sent_bytes=self._links.sent_bytes,
+            plan=self.plan,
         )
 
     async def ended(self) -> None:
@@ -251,7 +264,10 @@ class Member:
     def _connected(self, rank: int) -> None:
         with self._changed:
             self._assembly.connected(rank)
+            told = self._plans.told
             self._changed.notify_all()
+        for plan in told:
+            self._links.tell([rank], plan)
 
     def _lost(self, rank: int, why: str) -> None:
         with self._changed:
@@ -273,8 +289,19 @@ class Member:
         for other in gone:
             self._links.drop(other)
 
+    def _learn(self, rank: int, header: bytes) -> None:
+        try:
+            plan = msgspec.msgpack.decode(header, type=Plan)
+            with self._changed:
+                self._plans.learn(plan)
+        except (msgspec.DecodeError, ConfigError) as error:
+            event(log, "plan_refused", logging.WARNING, rank=rank, error=error)
+
     def _message(self, rank: int, channel: Channel, message: Message) -> None:
         with self._changed:
+            if channel.kind == LOAD:
+                self._plans.count(*message)
+                return
             self._messages[rank, channel] = message
             self._at[rank] = channel.step
             self._changed.notify_all()
@@ -349,7 +376,8 @@ class Member:
                 call = self._calls[0] if self._calls else None
                 if not assembly.said:
                     rows = 0 if call is None else call.batch.num_rows
-                    word = assembly.begin("idle" if call is None else call.kind, rows)
+                    kind: Kind = "idle" if call is None else call.kind
+                    word = assembly.begin(kind, rows, self._plans.numbers)
                     self._owes = False
             if word is not None:
                 others = [r for r in word.members if r != self.place.rank]
@@ -404,7 +432,7 @@ class Member:
                 self._changed.notify_all()
 
     def _compute(self, agreed: Agreed, call: _Call | None) -> Tensor | None:
-        rank = self._rank_among(agreed.members)
+        rank = self._rank_among(agreed.members, agreed.plan)
         model, count = self._model, len(self._model.layers)
         main = agreed.kind == "forward"
         numbers = range(count) if main else range(count, count + 1)
@@ -420,19 +448,39 @@ class Member:
                 rows = mtp_rows(model, item, call.previous)
         work = begin(model, agreed.step, mode, item, rows, first_key=0 if main else 1)
         result = walk(rank, schedule, work)
+        if self.steps % LOAD_STEPS == 0:
+            self._balance(agreed, rank)
         return None if call is None else result
 
-    def _rank_among(self, members: tuple[int, ...]) -> Rank:
-        """This rank's shard while these work together: a function of who they are."""
-        if self._built is not None and self._built[0] == members:
-            return self._built[2]
-        gone = set(range(self._placement.num_ranks)) - set(members)
-        placement = self._placement.without(gone) if gone else self._placement
-        old = None if self._built is None else (self._built[2], self._built[1])
+    def _balance(self, agreed: Agreed, rank: Rank) -> None:
+        """Tells the leader what this rank's rows asked for; the leader looks at the plan."""
+        leader = agreed.members[0]
+        if rank.load is None:
+            return
+        self.post(leader, Channel(LOAD, agreed.step, -1, -1), (rank.load.take(),))
+        if leader == self.place.rank and len(agreed.members) == len(self.place.addresses):
+            others = [r for r in agreed.members if r != leader]
+            made: list[Plan] = []
+            with self._changed:
+                self._plans.lead(agreed.plan, made.append)
+            for plan in made:
+                event(log, "experts_planned", plan=plan.number)
+                self._links.tell(others, plan)
+
+    def _rank_among(self, members: tuple[int, ...], plan: int) -> Rank:
+        """This rank's shard while these work together by this plan."""
+        built = self._built
+        if built is not None and built[:2] == (members, plan):
+            return built[3]
+        with self._changed:
+            placement = self._plans.placement(plan)
+        gone = set(range(placement.num_ranks)) - set(members)
+        placement = placement.without(gone) if gone else placement
+        old = None if built is None else (built[3], built[2])
         rank = self._builder.build(members, placement, self, old)
-        if self._built is not None:
-            event(log, "experts_placed", members=",".join(map(str, members)))
-        self._built = members, placement, rank
+        if built is not None:
+            event(log, "experts_placed", members=",".join(map(str, members)), plan=plan)
+        self._built, self.plan = (members, plan, placement, rank), plan
         return rank
 
     def _fail_all(self, error: BaseException) -> None:

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 from pdmesh.model.computing import ComputingModel
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.moe import Moe
+from pdmesh.model.parallel.balancer import BalanceRule
 from pdmesh.model.parallel.member import Member, Place
+from pdmesh.model.parallel.plans import first_placement
 from pdmesh.model.parallel.virtual import Settings
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import PageFormat
@@ -26,12 +29,16 @@ class Ranks:
         addresses: "host:port" of every rank, in order; empty: the worker computes alone.
         group: name of the group.
         silence_s: seconds without a sign of life after which a rank is lost.
+        redundant: copies of experts besides the first one of each, in every layer.
+        rebalance: place experts anew when the load has changed.
     """
 
     rank: int
     addresses: Sequence[str]
     group: str
     silence_s: float
+    redundant: int = 0
+    rebalance: bool = True
 
 
 async def join_ranks(
@@ -52,7 +59,12 @@ async def join_ranks(
         )
     place = Place(ranks.rank, tuple(ranks.addresses), ranks.group, ranks.silence_s)
     settings = Settings(fmt.arithmetic, mode="auto", threshold=MICROBATCH_ROWS)
-    member = Member(model, place, settings=settings, digest=fmt.fingerprint().hex())
+    experts = model.config.n_routed_experts
+    layers = sum(isinstance(block.mlp, Moe) for block in model.blocks())
+    placement = first_placement(layers, experts, len(place.addresses), ranks.redundant)
+    rule = BalanceRule(experts + ranks.redundant) if ranks.rebalance else None
+    digest = f"{fmt.fingerprint().hex()} {ranks.redundant}"
+    member = Member(model, place, placement, settings, digest, rule)
     await asyncio.to_thread(member.start, within_s)
     return member, member
 
