@@ -9,7 +9,8 @@ import torch
 from parallel_rig import a_step, later_rows, redundant, same, skewed_model, wide_model
 
 from pdmesh.model.parallel.balancer import BalanceRule, imbalance
-from pdmesh.model.parallel.member import Member, Place
+from pdmesh.model.parallel.meeting import Place
+from pdmesh.model.parallel.member import Member
 from pdmesh.model.parallel.payload import WireFormat
 from pdmesh.model.parallel.plans import first_placement
 from pdmesh.model.parallel.virtual import Settings
@@ -153,14 +154,15 @@ def test_a_rank_that_is_lost_in_the_middle_of_a_step_costs_the_others_time_only(
     step = a_step(model, 4, 1, (5,))
     with group(model, 4) as members:
         dying = members[1]
-        post = dying.post
+        meeting = dying._meeting
+        post = meeting.post
 
         def die(to, channel, message):
             if channel.kind == "combine":
-                dying._links.close()
+                meeting.close()
             post(to, channel, message)
 
-        dying.post = die
+        meeting.post = die
         items = step.inputs
 
         def call(number):
@@ -179,14 +181,15 @@ def test_a_layer_is_told_once_even_if_its_step_is_computed_again():
     told = []
     with group(model, 2) as members:
         dying = members[1]
-        post = dying.post
+        meeting = dying._meeting
+        post = meeting.post
 
         def die(to, channel, message):
             if channel.kind == "combine":
-                dying._links.close()
+                meeting.close()
             post(to, channel, message)
 
-        dying.post = die
+        meeting.post = die
         item = step.inputs[0]
         got = members[0].forward(item.batch, item.latents[0], item.form, told.append)
         same([got], [step.hidden[0]])

@@ -12,60 +12,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import msgspec
 import torch
 from torch import Tensor
 
 from pdmesh.model.batch import Batch, Form
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
-from pdmesh.model.parallel.assembly import Agreed, Assembly, Begin, Kind
+from pdmesh.model.parallel.assembly import Agreed, Kind
 from pdmesh.model.parallel.balancer import BalanceRule
 from pdmesh.model.parallel.building import RankBuilder
-from pdmesh.model.parallel.exchange import Channel, Message, RankLost
-from pdmesh.model.parallel.frames import Hello
+from pdmesh.model.parallel.exchange import Channel
 from pdmesh.model.parallel.groups import Groups
-from pdmesh.model.parallel.links import Events, Links
+from pdmesh.model.parallel.meeting import LOAD, Meeting, Place
 from pdmesh.model.parallel.placement import Placement
 from pdmesh.model.parallel.plans import Plan, Plans
 from pdmesh.model.parallel.rank import Rank
 from pdmesh.model.parallel.schedule import choose_mode, plan_schedule
 from pdmesh.model.parallel.step import RankBatch, begin, first_rows, mtp_rows, walk
 from pdmesh.model.parallel.virtual import Settings
-from pdmesh.wire.errors import ConfigError, Unavailable, WorkerLost
+from pdmesh.wire.errors import Unavailable, WorkerLost
 from pdmesh.wire.logs import event
 from pdmesh.wire.messages import RankStatus
 
 log = logging.getLogger(__name__)
 
-LOAD = "load"
-"""Channel of the rows that experts were asked for, sent to the leader."""
 LOAD_STEPS = 64
 """Steps of all ranks after which a rank sends them."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one rank stands.
-
-    Attributes:
-        rank: its number.
-        addresses: "host:port" of every rank's listener, in order.
-        group: name of the group, the same on all ranks.
-        silence_s: seconds without a sign of life after which a rank is lost.
-        step_s: seconds that the others may take to begin a step, and each exchange of it.
-    """
-
-    rank: int
-    addresses: tuple[str, ...]
-    group: str
-    silence_s: float = 10.0
-    step_s: float = 60.0
 
 
 @dataclass
@@ -80,6 +56,10 @@ class _Call:
     error: BaseException | None = None
     pushed: int = -1
     """The last layer that ``on_layer`` was told of: a step computed again tells it once only."""
+
+    @property
+    def over(self) -> bool:
+        return self.result is not None or self.error is not None
 
 
 class Member:
@@ -119,19 +99,9 @@ class Member:
         self._plans = Plans(place.rank, groups.ep, first, rule)
         self.plan = 0
         """The placement of experts that the last step used."""
-        self._assembly = Assembly(place.rank)
-        self._changed = threading.Condition()
-        self._messages: dict[tuple[int, Channel], Message] = {}
-        self._at: dict[int, int] = {}
-        """The step that a rank has sent a message of since its last word."""
+        self._meeting = Meeting(place, self._plans, digest)
         self._calls: list[_Call] = []
-        self._closed = False
-        self._owes = False
-        """The last step failed here: the others have to hear that this rank has left it."""
         self._built: tuple[tuple[int, ...], int, Placement, Rank] | None = None
-        hello = Hello(place.group, groups.ep, place.rank, digest)
-        events = Events(self._connected, self._word, self._learn, self._message, self._lost)
-        self._links = Links(hello, place.addresses, events, place.silence_s)
         self._thread = threading.Thread(target=self._run, name="ep-steps", daemon=True)
         self._ended: Future[None] = Future()
 
@@ -175,12 +145,14 @@ class Member:
         return self._model.mtp_logits(hidden)
 
     def _call(self, call: _Call) -> Tensor:
-        with self._changed:
-            if self._closed:
+        with self._meeting.changed:
+            if self._meeting.closed:
                 raise Unavailable("this rank has left its expert-parallel group")
             self._calls.append(call)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: call.result is not None or call.error is not None)
+            self._meeting.changed.notify_all()
+            self._meeting.changed.wait_for(
+                lambda: call.result is not None or call.error is not None
+            )
         if call.error is not None:
             raise call.error
         assert call.result is not None
@@ -189,52 +161,29 @@ class Member:
     # ---- the group ------------------------------------------------------------------------
 
     def start(self, within_s: float = 60.0) -> None:
-        """Connects to all ranks, and takes part from then on.
+        """Connects to the other ranks, and takes part from then on.
 
         Raises:
-            ConfigError: the own address cannot be listened at, a rank is of another group or
-                model, or not all ranks are there within ``within_s`` seconds.
+            ConfigError: as ``Meeting.start``.
         """
-        self._links.start()
-        deadline = time.monotonic() + within_s
-        everyone = set(range(len(self.place.addresses))) - {self.place.rank}
-        with self._changed:
-            while missing := everyone - self._present():
-                if (left := deadline - time.monotonic()) <= 0:
-                    break
-                self._changed.wait(min(left, 0.5))
-                if set(self._links.refusals) & missing:
-                    break
-            else:
-                self._assembly.form(everyone)
-        if missing:
-            why = self._links.refusals
-            named = ", ".join(f"{r} ({why[r]})" if r in why else str(r) for r in sorted(missing))
-            self.close()
-            raise ConfigError(
-                f"rank {self.place.rank} of group {self.place.group!r} lacks rank {named}"
-            )
+        self._meeting.start(within_s)
         self._thread.start()
 
     def join(self) -> None:
         """As ``start`` with whoever is there: the others take this rank in when they can."""
-        self._links.start()
+        self._meeting.join()
         self._thread.start()
 
     def close(self) -> None:
         """Leaves the group; calls that wait fail. Idempotent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._links.close()
+        self._meeting.close()
         if self._thread.is_alive():
             self._thread.join(10)
 
     @property
     def members(self) -> tuple[int, ...]:
         """Ranks that compute together now."""
-        with self._changed:
-            return tuple(sorted(self._assembly.members))
+        return self._meeting.members
 
     def status(self) -> RankStatus:
         """What there is to say of this rank now. On any thread."""
@@ -244,7 +193,7 @@ class Member:
             members=self.members,
             steps=self.steps,
             repeated=self.repeated,
-            sent_bytes=self._links.sent_bytes,
+            sent_bytes=self._meeting.sent_bytes,
             plan=self.plan,
         )
 
@@ -256,157 +205,34 @@ class Member:
         """
         await asyncio.wrap_future(self._ended)
 
-    def _present(self) -> set[int]:
-        return set(self._assembly.present)
-
-    # ---- what the network tells (its threads) ---------------------------------------------
-
-    def _connected(self, rank: int) -> None:
-        with self._changed:
-            self._assembly.connected(rank)
-            told = self._plans.told
-            self._changed.notify_all()
-        for plan in told:
-            self._links.tell([rank], plan)
-
-    def _lost(self, rank: int, why: str) -> None:
-        with self._changed:
-            self._assembly.lost(rank)
-            self._messages = {k: m for k, m in self._messages.items() if k[0] != rank}
-            self._at.pop(rank, None)
-            self._changed.notify_all()
-
-    def _word(self, rank: int, header: bytes) -> None:
-        try:
-            word = msgspec.msgpack.decode(header, type=Begin)
-        except msgspec.DecodeError:
-            self._links.drop(rank)
-            return
-        with self._changed:
-            self._at.pop(rank, None)
-            gone = self._assembly.hear(rank, word)
-            self._changed.notify_all()
-        for other in gone:
-            self._links.drop(other)
-
-    def _learn(self, rank: int, header: bytes) -> None:
-        try:
-            plan = msgspec.msgpack.decode(header, type=Plan)
-            with self._changed:
-                self._plans.learn(plan)
-        except (msgspec.DecodeError, ConfigError) as error:
-            event(log, "plan_refused", logging.WARNING, rank=rank, error=error)
-
-    def _message(self, rank: int, channel: Channel, message: Message) -> None:
-        with self._changed:
-            if channel.kind == LOAD:
-                self._plans.count(*message)
-                return
-            self._messages[rank, channel] = message
-            self._at[rank] = channel.step
-            self._changed.notify_all()
-
-    # ---- the transport of one step --------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        """See `Transport`."""
-        return self.place.rank
-
-    def post(self, to: int, channel: Channel, message: Message) -> None:
-        """See `Transport`."""
-        if to == self.place.rank:
-            self._message(to, channel, message)
-        else:
-            self._links.post(to, channel, message)
-
-    def take(self, source: int, channel: Channel) -> Message:
-        """See `Transport`."""
-        key = (source, channel)
-
-        def over() -> bool:
-            return key in self._messages or self._closed or self._left(source, channel.step)
-
-        with self._changed:
-            there = self._changed.wait_for(over, self.place.step_s)
-            message = self._messages.pop(key, None)
-        if message is not None:
-            return message
-        if not there:
-            self._links.drop(source)
-        raise RankLost(source, str(channel))
-
-    def _left(self, source: int, step: int) -> bool:
-        """Whether a rank sends nothing more for a step, or is in another one."""
-        if source == self.place.rank:
-            return False
-        return self._assembly.left(source) or self._at.get(source, step) != step
-
     # ---- steps (their thread) -------------------------------------------------------------
 
     @torch.inference_mode()
     def _run(self) -> None:
         try:
             while True:
-                agreed, call = self._agree()
+                agreed = self._meeting.agree(self._wish)
                 if agreed is None:
+                    self._fail_all(Unavailable("this rank has left its expert-parallel group"))
                     self._ended.set_result(None)
                     return
-                if agreed.kind == "idle":
-                    continue
-                self._step(agreed, call if call is not None and call.kind == agreed.kind else None)
+                if agreed.kind != "idle":
+                    self._step(agreed, self._call_of(agreed.kind))
         except BaseException as error:
             log.exception("the steps of this rank have ended")
             self._fail_all(error)
-            self._links.close()
+            self._meeting.close()
             self._ended.set_exception(error)
 
-    def _agree(self) -> tuple[Agreed | None, _Call | None]:
-        """Waits for something to do, then for the others; None once the group is left."""
-        assembly = self._assembly
-        while True:
-            word: Begin | None = None
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._closed or bool(self._calls) or assembly.wanted or self._owes
-                )
-                if self._closed:
-                    self._fail_all(Unavailable("this rank has left its expert-parallel group"))
-                    return None, None
-                call = self._calls[0] if self._calls else None
-                if not assembly.said:
-                    rows = 0 if call is None else call.batch.num_rows
-                    kind: Kind = "idle" if call is None else call.kind
-                    word = assembly.begin(kind, rows, self._plans.numbers)
-                    self._owes = False
-            if word is not None:
-                others = [r for r in word.members if r != self.place.rank]
-                self._links.say(others, word)
-            agreed, late = self._heard_all()
-            if agreed is not None:
-                return agreed, call
-            for rank in late:
-                event(log, "rank_late", logging.WARNING, rank=rank, seconds=self.place.step_s)
-                self._links.drop(rank)
+    def _wish(self) -> tuple[Kind, int]:
+        if not self._calls:
+            return "idle", 0
+        return self._calls[0].kind, self._calls[0].batch.num_rows
 
-    def _heard_all(self) -> tuple[Agreed | None, tuple[int, ...]]:
-        """The step if all have said their word; else who is late. Neither: begin again."""
-        assembly, found = self._assembly, None
-
-        def over() -> bool:
-            nonlocal found
-            if self._closed or not assembly.said:
-                return True
-            found = assembly.agree()
-            return found is not None or not assembly.said
-
-        with self._changed:
-            if not self._changed.wait_for(over, self.place.step_s):
-                return None, assembly.missing()
-            if found is not None:
-                step = found.step
-                self._messages = {k: m for k, m in self._messages.items() if k[1].step == step}
-            return found, ()
+    def _call_of(self, kind: Kind) -> _Call | None:
+        """The call that a step of this kind is for, if there is one."""
+        with self._meeting.changed:
+            return self._calls[0] if self._calls and self._calls[0].kind == kind else None
 
     def _step(self, agreed: Agreed, call: _Call | None) -> None:
         """Computes it; a call that did not come to its end stays for the next step."""
@@ -415,11 +241,11 @@ class Member:
             result = self._compute(agreed, call)
         except WorkerLost as lost:
             self.repeated += 1
-            self._owes = True
+            self._meeting.owe()
             event(log, "step_ended_early", logging.WARNING, step=agreed.step, reason=lost)
             return
         except Exception as error:  # noqa: BLE001 - it is raised where the call was made
-            self._owes = True
+            self._meeting.owe()
             if call is None:
                 raise
             call.error = error
@@ -427,9 +253,9 @@ class Member:
             if call is not None:
                 call.result = result
         if call is not None:
-            with self._changed:
+            with self._meeting.changed:
                 self._calls.remove(call)
-                self._changed.notify_all()
+                self._meeting.changed.notify_all()
 
     def _compute(self, agreed: Agreed, call: _Call | None) -> Tensor | None:
         rank = self._rank_among(agreed.members, agreed.plan)
@@ -457,39 +283,39 @@ class Member:
         leader = agreed.members[0]
         if rank.load is None:
             return
-        self.post(leader, Channel(LOAD, agreed.step, -1, -1), (rank.load.take(),))
+        self._meeting.post(leader, Channel(LOAD, agreed.step, -1, -1), (rank.load.take(),))
         if leader == self.place.rank and len(agreed.members) == len(self.place.addresses):
             others = [r for r in agreed.members if r != leader]
             made: list[Plan] = []
-            with self._changed:
+            with self._meeting.changed:
                 self._plans.lead(agreed.plan, made.append)
             for plan in made:
                 event(log, "experts_planned", plan=plan.number)
-                self._links.tell(others, plan)
+                self._meeting.tell(others, plan)
 
     def _rank_among(self, members: tuple[int, ...], plan: int) -> Rank:
         """This rank's shard while these work together by this plan."""
         built = self._built
         if built is not None and built[:2] == (members, plan):
             return built[3]
-        with self._changed:
+        with self._meeting.changed:
             placement = self._plans.placement(plan)
         gone = set(range(placement.num_ranks)) - set(members)
         placement = placement.without(gone) if gone else placement
         old = None if built is None else (built[3], built[2])
-        rank = self._builder.build(members, placement, self, old)
+        rank = self._builder.build(members, placement, self._meeting, old)
         if built is not None:
             event(log, "experts_placed", members=",".join(map(str, members)), plan=plan)
         self._built, self.plan = (members, plan, placement, rank), plan
         return rank
 
     def _fail_all(self, error: BaseException) -> None:
-        with self._changed:
-            self._closed = True
+        with self._meeting.changed:
+            self._meeting.closed = True
             for call in self._calls:
                 call.error = error
             self._calls.clear()
-            self._changed.notify_all()
+            self._meeting.changed.notify_all()
 
 
 def _once(call: _Call) -> Callable[[int], None] | None:

@@ -10,7 +10,8 @@ from pdmesh.model.computing import ComputingModel
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.moe import Moe
 from pdmesh.model.parallel.balancer import BalanceRule
-from pdmesh.model.parallel.member import Member, Place
+from pdmesh.model.parallel.meeting import Place
+from pdmesh.model.parallel.member import Member
 from pdmesh.model.parallel.plans import first_placement
 from pdmesh.model.parallel.virtual import Settings
 from pdmesh.wire.errors import ConfigError
