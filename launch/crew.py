@@ -66,8 +66,8 @@ class Crew:
         self._secret = secret
         self._announced: dict[str, float] = {}
         self._ports = dict(plan.metrics_ports)
-        self._places = rank_places(topology)
         self._claims = contextlib.ExitStack()
+        self._places = self._claims.enter_context(rank_places(topology))
         self.redis_url = topology.mesh.redis
         self.children: list[Child] = []
         for index, port in enumerate((plan.port, *plan.more_ports)):

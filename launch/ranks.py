@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pdmesh.launch.ports import claim_ports
 from pdmesh.launch.topology import Topology
 from pdmesh.wire.errors import ConfigError
+
+FIRST_PORT = 21080
+"""Where ranks listen: the first free ports from here on."""
 
 
 @dataclass(frozen=True)
@@ -44,38 +47,32 @@ def whole_groups(topology: Topology) -> Topology:
     return topology
 
 
-def rank_places(topology: Topology) -> dict[str, RankPlace]:
-    """Of each worker in a group, by name; ports are free ones."""
-    found: dict[str, RankPlace] = {}
-    for role, section in (("prefill", topology.prefill), ("decode", topology.decode)):
-        if section.ep == 1:
-            continue
-        ports = free_ports(topology.mesh.host, section.workers)
-        for first in range(0, section.workers, section.ep):
-            group = ports[first : first + section.ep]
-            addresses = tuple(f"{topology.mesh.host}:{port}" for port in group)
-            for rank in range(section.ep):
-                found[f"{role}-{first + rank}"] = RankPlace(rank, addresses)
-    return found
+@contextlib.contextmanager
+def rank_places(topology: Topology) -> Iterator[dict[str, RankPlace]]:
+    """Of each worker in a group, by name. Until the block ends nobody else is given the ports.
 
-
-def free_ports(host: str, count: int) -> list[int]:
-    """Ports that nobody listens on now.
+    They are below those that the system gives to outgoing connections, one of which might have
+    taken a port before the rank listens there.
 
     Raises:
-        ConfigError: the host is not this machine's.
+        ConfigError: there are not so many ports.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with contextlib.ExitStack() as stack:
-        ports = []
-        for _ in range(count):
-            probe = stack.enter_context(socket.socket(family))
-            try:
-                probe.bind((host.strip("[]"), 0))
-            except OSError as error:
-                raise ConfigError(f"cannot listen on {host}: {error.strerror or error}") from error
-            ports.append(int(probe.getsockname()[1]))
-        return ports
+    found: dict[str, RankPlace] = {}
+    taken: set[int] = set()
+    host = topology.mesh.host
+    with contextlib.ExitStack() as claimed:
+        for role, section in (("prefill", topology.prefill), ("decode", topology.decode)):
+            if section.ep == 1:
+                continue
+            claim = claim_ports(host, FIRST_PORT, section.workers, taken)
+            ports = claimed.enter_context(claim)
+            taken.update(ports)
+            for first in range(0, section.workers, section.ep):
+                group = ports[first : first + section.ep]
+                addresses = tuple(f"{host}:{port}" for port in group)
+                for rank in range(section.ep):
+                    found[f"{role}-{first + rank}"] = RankPlace(rank, addresses)
+        yield found
 
 
 def parse_addresses(text: str) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ from pdmesh.launch.checks import check_together
 from pdmesh.launch.processes import worker_spec
 from pdmesh.launch.ranks import (
     check_rank,
-    free_ports,
     parse_addresses,
     rank_places,
     refuse_change,
@@ -29,17 +28,20 @@ def test_a_group_is_as_many_workers_as_it_has_ranks_unless_more_are_asked_for():
 
 
 def test_ranks_of_one_group_know_each_other_and_no_one_else():
-    places = rank_places(whole_groups(asked(ep=2, workers=4)))
+    with rank_places(whole_groups(asked(ep=2, workers=4))) as places:
+        pass
     assert sorted(places) == ["decode-0", "decode-1", "decode-2", "decode-3"]
     assert [places[f"decode-{n}"].rank for n in range(4)] == [0, 1, 0, 1]
     assert places["decode-0"].addresses == places["decode-1"].addresses
     assert not set(places["decode-1"].addresses) & set(places["decode-2"].addresses)
-    assert rank_places(Topology()) == {}
+    with rank_places(Topology()) as none:
+        assert none == {}
 
 
 def test_a_worker_is_started_with_its_place(tmp_path):
     topology = whole_groups(asked(ep=2))
-    place = rank_places(topology)["decode-1"]
+    with rank_places(topology) as places:
+        place = places["decode-1"]
     spec = worker_spec(topology, "decode", "decode-1", tmp_path, 0, place)
     at = spec.arguments.index("--ep-rank")
     assert spec.arguments[at : at + 4] == place.arguments
@@ -93,7 +95,15 @@ def test_a_group_cannot_grow_or_be_replaced_worker_by_worker():
         refuse_change(topology, ["prefill", "decode"])
 
 
-def test_free_ports_are_different_ones_and_a_foreign_host_is_refused():
-    assert len(set(free_ports("127.0.0.1", 20))) == 20
-    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1"):
-        free_ports("203.0.113.1", 1)
+def test_two_meshes_of_one_machine_have_ranks_at_different_ports():
+    topology = whole_groups(asked(ep=8).changed("prefill", "--prefill-ep", ep=2))
+    with rank_places(topology) as one, rank_places(topology) as other:
+        ports = [{a for place in found.values() for a in place.addresses} for found in (one, other)]
+        assert [len(found) for found in ports] == [10, 10]
+        assert not ports[0] & ports[1]
+
+
+def test_a_host_that_is_not_this_one_has_no_port_for_ranks():
+    topology = whole_groups(asked(ep=2)).changed("mesh", "--host", host="203.0.113.1")
+    with pytest.raises(ConfigError, match=r"free on 203\.0\.113\.1, 2 are needed"):
+        rank_places(topology).__enter__()

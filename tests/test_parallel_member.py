@@ -1,6 +1,7 @@
 """Ranks as processes have them, over sockets: the same bits as one process, whoever is lost."""
 
 import contextlib
+import random
 import socket
 import threading
 
@@ -20,11 +21,13 @@ UNEVEN = (5, 0, 1, 9)
 
 
 def free_addresses(count):
-    with contextlib.ExitStack() as stack:
-        servers = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return tuple(f"127.0.0.1:{server.getsockname()[1]}" for server in servers)
+    """Below the ports of outgoing connections, one of which might take a port meanwhile."""
+    found = []
+    while len(found) < count:
+        port = random.randrange(22_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(f"127.0.0.1:{port}")
+    return tuple(found)
 
 
 def a_member(model, rank, addresses, **options):
