@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from store_rig import PASSWORD, Server, free_port
+from free_ports import free_port
+from store_rig import PASSWORD, Server
 
 
 def cluster(servers, count: int) -> list[Server]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import socket
 import sys
 import time
 from dataclasses import replace
@@ -199,6 +198,8 @@ def serve(arguments: list[str]) -> None:
 
 def up() -> None:
     """Prepares this process to start a staged mesh."""
+    from free_ports import free_port
+
     import pdmesh.launch.crew as crew
     import pdmesh.launch.processes as processes
 
@@ -206,17 +207,12 @@ def up() -> None:
 
     def worker_spec(topology, role, name, *rest):
         spec = spec_of(topology, role, name, *rest)
-        port = ports.setdefault(name, free_port())
+        port = ports.get(name) or ports.setdefault(name, free_port())
         return replace(spec, arguments=("--port", str(port), *spec.arguments))
 
     crew.worker_spec = worker_spec
     crew.restart_delay = lambda deaths, now: 0.0
     processes.command = lambda *arguments: [sys.executable, "-P", __file__, *arguments]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import random
 import secrets
-import socket
 import ssl
 import subprocess
 import time
@@ -16,6 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import redis
+from free_ports import free_port
 from redis.exceptions import RedisError
 
 from pdmesh.registry.audit import differences, read_contents
@@ -43,12 +43,6 @@ def record(worker_id: str, instance: str = "", address: str = "127.0.0.1:1") -> 
         max_context=64,
         capacity_pages=8,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:

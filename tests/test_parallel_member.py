@@ -1,12 +1,11 @@
 """Ranks as processes have them, over sockets: the same bits as one process, whoever is lost."""
 
 import contextlib
-import random
-import socket
 import threading
 
 import pytest
 import torch
+from free_ports import free_port
 from parallel_rig import a_step, later_rows, redundant, same, skewed_model, wide_model
 
 from pdmesh.model.parallel.balancer import BalanceRule, imbalance
@@ -21,13 +20,7 @@ UNEVEN = (5, 0, 1, 9)
 
 
 def free_addresses(count):
-    """Below the ports of outgoing connections, one of which might take a port meanwhile."""
-    found = []
-    while len(found) < count:
-        port = random.randrange(22_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.append(f"127.0.0.1:{port}")
-    return tuple(found)
+    return tuple(f"127.0.0.1:{free_port()}" for _ in range(count))
 
 
 def a_member(model, rank, addresses, **options):
