@@ -35,7 +35,9 @@ def importable(directory: Path | None) -> bool:
         return False
 
 
-def _route(directory: Path | None, port: int, prefill: list[str], decode: list[str]) -> None:
+def _route(
+    directory: Path | None, port: int, metrics: int, prefill: list[str], decode: list[str]
+) -> None:
     """A process: the router, with its own defaults."""
     if directory is not None:
         sys.path.append(str(directory))
@@ -53,6 +55,7 @@ def _route(directory: Path | None, port: int, prefill: list[str], decode: list[s
         arguments(
             host="127.0.0.1",
             port=port,
+            prometheus_port=metrics,
             policy="cache_aware",
             log_level="error",
             worker_startup_check_interval=1,
@@ -60,6 +63,13 @@ def _route(directory: Path | None, port: int, prefill: list[str], decode: list[s
             **pools,
         )
     ).start()
+
+
+def free_ports(count: int) -> list[int]:
+    """That nobody listens at now."""
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in made]
 
 
 def cpu_seconds(pid: int) -> float:
@@ -97,8 +107,7 @@ def measure(
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     mine, clients = spawn.Pipe()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port, metrics = free_ports(2)
     arguments = (theirs, prefill, decode, loads[0].step_ms)
     processes = [
         spawn.Process(target=serve, args=arguments, daemon=True),
@@ -112,7 +121,7 @@ def measure(
         clients.close()
         urls = [f"http://127.0.0.1:{worker}" for worker in ours.recv()]
         pools = (urls[:prefill], urls[prefill:])
-        router = spawn.Process(target=_route, args=(directory, port, *pools), daemon=True)
+        router = spawn.Process(target=_route, args=(directory, port, metrics, *pools), daemon=True)
         processes.append(router)
         router.start()
         assert router.pid is not None
