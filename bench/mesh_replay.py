@@ -82,7 +82,7 @@ def prompt_of(request: Request) -> list[int]:
 
 
 async def tokens_per_second(
-    stub: meshes.chat_pb2_grpc.ChatServiceStub, policy: str, rounds: int = 4
+    stub: meshes.chat_pb2_grpc.ChatServiceStub, policy: str, rounds: int
 ) -> float:
     """What one prefill worker computes of cold prompts, one at a time."""
     rates = []
@@ -93,14 +93,14 @@ async def tokens_per_second(
         )
         assert answer.timing is not None
         rates.append(len(prompt) / answer.timing.prefill_ms * 1e3)
-    return statistics.median(rates[1:])
+    return statistics.median(rates[1:] or rates)
 
 
 async def replay(address: str, trace: Trace, policy: str, options: argparse.Namespace) -> Replayed:
     """All requests of a trace at their times, through the router at an address."""
     tokens, prefill, busy = sum(r.tokens for r in trace.requests), options.prefill, options.busy
     async with meshes.chat_stub(address) as stub:
-        rate = await tokens_per_second(stub, policy)
+        rate = await tokens_per_second(stub, policy, options.cold)
         span = max(r.at for r in trace.requests) - trace.requests[0].at
         speed = span / (tokens / rate / prefill / busy)
         began, done = time.perf_counter(), 0
@@ -241,6 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--pages", type=int, default=2048, help="pages of each worker (default: 2048)")
     add("--output", type=int, default=2, metavar="N", help="tokens of each answer (default: 2)")
     add("--busy", type=float, default=0.9, help="of the workers' time, uncached (default: 0.9)")
+    add("--cold", type=int, default=4, metavar="N", help="prompts to measure speed (default: 4)")
     add("--one-mesh", action="store_true", help="a router a policy, over the same workers")
     options = parser.parse_args(arguments)
     if not options.trace.is_file():

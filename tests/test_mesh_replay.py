@@ -56,13 +56,15 @@ def test_chats_find_in_the_mesh_what_simulated_workers_find_and_answers_do_not_d
 ):
     """An odd number of chats, so that round robin sends each next turn to the other of two
     workers."""
-    arguments = ["--trace", chats(tmp_path / "chats.jsonl"), "--one-mesh", "--busy", "0.5"]
+    arguments = ["--trace", chats(tmp_path / "chats.jsonl"), "--one-mesh"]
+    arguments += ["--busy", "0.5", "--cold", "1"]
     rows = replayed(bench, capsys, *arguments, "--policies", "round_robin", "priced")
     (blind, blind_simulated), (priced, simulated) = rows["round_robin"], rows["priced"]
     assert simulated > blind_simulated + 25
     # A prompt's pages are there only when they are computed, so a follower may come too early.
     assert blind_simulated < priced <= simulated + 0.1
-    assert blind > 0
+    # The mesh fetches from one worker what another one needs; simulated workers do not.
+    assert blind_simulated - 0.1 <= blind <= simulated + 0.1
 
 
 @pytest.mark.full
