@@ -16,6 +16,9 @@ mean; mean and 99th percentile of the time to the first token, in units of compu
 prompt alone, measured in the same run; and, beside it, hit and imbalance of the simulated workers
 of ``route_replay.py`` on the same requests with as many pages. The mesh computes in ``exact``
 arithmetic: the answers of all policies are compared, and must be the same to the last token.
+
+Each policy has a mesh of its own, or with ``--one-mesh``, which is quicker, a router of its own and
+pages of its own (a tenant) over the same workers, whose pools are then not empty.
 """
 
 from __future__ import annotations
@@ -23,18 +26,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import socket
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT / ".pythonpath")]
 
-import meshes  # noqa: E402 - the path is set above
+import grpc  # noqa: E402 - the path is set above
+import mesh_changes  # noqa: E402
+import meshes  # noqa: E402
 import route_replay  # noqa: E402
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 from route_replay import Request, Trace  # noqa: E402
 
 from pdmesh.router.policies import POLICY_NAMES  # noqa: E402
@@ -72,24 +81,26 @@ def prompt_of(request: Request) -> list[int]:
     return tokens[: request.tokens]
 
 
-async def tokens_per_second(stub: meshes.chat_pb2_grpc.ChatServiceStub, rounds: int = 4) -> float:
+async def tokens_per_second(
+    stub: meshes.chat_pb2_grpc.ChatServiceStub, policy: str, rounds: int
+) -> float:
     """What one prefill worker computes of cold prompts, one at a time."""
     rates = []
     for number in range(rounds):
         prompt = random.Random(f"cold {number}").choices(VOCAB, k=768)
-        answer = await meshes.ask(stub, prompt, max_tokens=1, ignore_eos=True, tenant="rate")
+        answer = await meshes.ask(
+            stub, prompt, max_tokens=1, ignore_eos=True, tenant=f"rate {policy}"
+        )
         assert answer.timing is not None
         rates.append(len(prompt) / answer.timing.prefill_ms * 1e3)
-    return statistics.median(rates[1:])
+    return statistics.median(rates[1:] or rates)
 
 
-async def replay(
-    mesh: meshes.Mesh, trace: Trace, policy: str, prefill: int, output: int, busy: float
-) -> Replayed:
-    """All requests of a trace at their times, through a mesh that is running."""
-    tokens = sum(r.tokens for r in trace.requests)
-    async with meshes.chat_stub(mesh.address) as stub:
-        rate = await tokens_per_second(stub)
+async def replay(address: str, trace: Trace, policy: str, options: argparse.Namespace) -> Replayed:
+    """All requests of a trace at their times, through the router at an address."""
+    tokens, prefill, busy = sum(r.tokens for r in trace.requests), options.prefill, options.busy
+    async with meshes.chat_stub(address) as stub:
+        rate = await tokens_per_second(stub, policy, options.cold)
         span = max(r.at for r in trace.requests) - trace.requests[0].at
         speed = span / (tokens / rate / prefill / busy)
         began, done = time.perf_counter(), 0
@@ -100,7 +111,12 @@ async def replay(
             await asyncio.sleep(max(0.0, began + due - time.perf_counter()))
             prompt = prompt_of(request)
             answer = await meshes.ask(
-                stub, prompt, timeout=600, max_tokens=output, ignore_eos=True, tenant="trace"
+                stub,
+                prompt,
+                timeout=600,
+                max_tokens=options.output,
+                ignore_eos=True,
+                tenant=f"trace {policy}",
             )
             done += 1
             print(f"\r{policy}: {done} of {len(trace.requests)} \033[K", end="", file=sys.stderr)
@@ -123,6 +139,79 @@ async def replay(
         unit_s=tokens / len(times) / rate,
         answers=tuple(tuple(answer.token_ids) for answer in answers),
     )
+
+
+@contextmanager
+def running(policy: str, options: argparse.Namespace) -> Iterator[meshes.Mesh]:
+    """A mesh of processes."""
+    topology = (
+        f'[router]\npolicy = "{policy}"\n'
+        f"[prefill]\nworkers = {options.prefill}\npages = {options.pages}\n"
+        f"[decode]\nworkers = {options.decode}\npages = {options.pages}\n"
+    )
+    flags = ("--page-size", str(BLOCK), "--arithmetic", "exact")
+    with meshes.running_mesh(*flags, topology=topology) as mesh:
+        mesh.workers = options.prefill + options.decode
+        yield mesh
+
+
+@contextmanager
+def router(mesh: meshes.Mesh, policy: str) -> Iterator[str]:
+    """One more router of a mesh; yields its address.
+
+    Raises:
+        TimeoutError: it does not become ready.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = ("--redis", mesh.info["redis_url"], "--mesh", mesh.info["name"])
+    secret = ("--secret-file", str(mesh.state_dir / "secret.key"), "--id", f"router-{policy}")
+    command = [*("-m", "pdmesh.launch.cli", "serve", "router", "--port", str(port)), *place]
+    process = subprocess.Popen(
+        [sys.executable, "-P", *command, *secret, "--policy", policy, "--log-level", "WARNING"],
+        env=mesh_changes.environment(mesh),
+        stdin=subprocess.DEVNULL,
+    )
+    try:
+        asyncio.run(serving(f"127.0.0.1:{port}"))
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+async def serving(address: str) -> None:
+    """Waits until a router knows workers of both roles.
+
+    Raises:
+        TimeoutError: it does not.
+    """
+    request = health_pb2.HealthCheckRequest()
+    async with asyncio.timeout(meshes.START_S), grpc.aio.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        while True:
+            answer = await health.Check(request, wait_for_ready=True)
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+            await asyncio.sleep(0.05)
+
+
+def runs(trace: Trace, options: argparse.Namespace) -> Iterator[tuple[Replayed, list[str]]]:
+    """Every policy's run, and what it left behind in the workers."""
+
+    def run(mesh: meshes.Mesh, address: str, policy: str) -> tuple[Replayed, list[str]]:
+        result = asyncio.run(replay(address, trace, policy, options))
+        return result, asyncio.run(mesh.problems())
+
+    first, *others = options.policies
+    with running(first, options) as mesh:
+        yield run(mesh, mesh.address, first)
+        for policy in others if options.one_mesh else ():
+            with router(mesh, policy) as address:
+                yield run(mesh, address, policy)
+    for policy in () if options.one_mesh else others:
+        with running(policy, options) as mesh:
+            yield run(mesh, mesh.address, policy)
 
 
 HEADER = (
@@ -152,6 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--pages", type=int, default=2048, help="pages of each worker (default: 2048)")
     add("--output", type=int, default=2, metavar="N", help="tokens of each answer (default: 2)")
     add("--busy", type=float, default=0.9, help="of the workers' time, uncached (default: 0.9)")
+    add("--cold", type=int, default=4, metavar="N", help="prompts to measure speed (default: 4)")
+    add("--one-mesh", action="store_true", help="a router a policy, over the same workers")
     options = parser.parse_args(arguments)
     if not options.trace.is_file():
         raise SystemExit(f"no trace {options.trace}: name one with --trace")
@@ -164,26 +255,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{trace.name}: {len(trace.requests)} requests; {others} over {longest} tokens left out")
     print(HEADER)
     answers: dict[tuple[tuple[int, ...], ...], str] = {}
-    for policy in options.policies:
-        topology = (
-            f'[router]\npolicy = "{policy}"\n'
-            f"[prefill]\nworkers = {options.prefill}\npages = {options.pages}\n"
-            f"[decode]\nworkers = {options.decode}\npages = {options.pages}\n"
-        )
-        flags = ("--page-size", str(BLOCK), "--arithmetic", "exact")
-        with meshes.running_mesh(*flags, topology=topology) as mesh:
-            mesh.workers = options.prefill + options.decode
-            result = asyncio.run(
-                replay(mesh, trace, policy, options.prefill, options.output, options.busy)
-            )
-            left = asyncio.run(mesh.problems())
+    for result, left in runs(trace, options):
         simulated = route_replay.replay(
-            trace, options.pages * options.prefill, options.prefill, policy, random.Random(0)
+            *(trace, options.pages * options.prefill, options.prefill),
+            *(result.policy, random.Random(0)),
         )
         print(line(result, simulated), flush=True)
-        answers[result.answers] = policy
+        answers[result.answers] = result.policy
         if left:
-            print(f"{policy} left behind: {'; '.join(left)}")
+            print(f"{result.policy} left behind: {'; '.join(left)}")
             return 1
     if len(answers) > 1:
         print(f"the answers differ between {' and '.join(answers.values())}")

@@ -13,6 +13,15 @@ clock; microseconds an operation, operations for each second of a core. Parts:
                 pages, the snapshot of 128 workers, the choice, its record, log line and booking
     streaming   a whole router between a process of decode workers and a process of clients that
                 read as fast as they can. A pace of 0 ms is an answer that is there at once
+    beside      a whole router and, in turn, SGLang's (``sglang-router``, installed or in --sglang
+                DIR; policy cache_aware), each between workers that only stream and a client: the
+                same prompts of 300 words, half of them shared by an eighth of the prompts, and the
+                same answers. Once with one prefill and two decode workers on either side (PD), once
+                with SGLang's two workers alike. What the two do is not the same: ours applies the
+                chat template, tokenises, hashes pages, chooses a pair of workers, calls Reserve,
+                Prefill, Stream and Release, makes text of token ids and looks for stop strings,
+                over gRPC and in Python; SGLang's chooses by the text of the prompt and passes
+                request and events on, over HTTP and in Rust
 
 Chains of pages are owned to a random depth, by one worker each and every eighth by up to all, as
 prefixes that many share are.
@@ -35,7 +44,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
-import router_mesh as mesh  # noqa: E402 - the path is set above
+import router_beside  # noqa: E402 - the path is set above
+import router_mesh as mesh  # noqa: E402
+from router_load import Load  # noqa: E402
 from router_match import (  # noqa: E402
     PROMPT_PAGES,
     WORKERS,
@@ -46,6 +57,8 @@ from router_match import (  # noqa: E402
     chains,
     percentile,
     radix_tree,
+    record,
+    status_of,
 )
 
 from pdmesh.registry.index import PrefixIndex  # noqa: E402
@@ -65,10 +78,10 @@ from pdmesh.router.view import MeshView  # noqa: E402
 from pdmesh.text.output import OutputText  # noqa: E402
 from pdmesh.text.tokenizer import load_tokenizer  # noqa: E402
 from pdmesh.wire.hashes import page_hashes, root_hash  # noqa: E402
-from pdmesh.wire.messages import PoolStatus, Role, WorkerRecord, WorkerStatus  # noqa: E402
+from pdmesh.wire.messages import WorkerRecord  # noqa: E402
 from pdmesh.wire.sampling import SamplingParams  # noqa: E402
 
-PARTS = ("match", "choice", "decision", "streaming")
+PARTS = ("match", "choice", "decision", "streaming", "beside")
 PAGE_SIZE = mesh.FORMAT.page_size
 KEY = b"k" * 32
 
@@ -82,7 +95,7 @@ class Row:
     values: dict[str, float]
 
     def __str__(self) -> str:
-        return f"{self.case:<34}" + "  ".join(f"{k} {v:,.4g}" for k, v in self.values.items())
+        return f"{self.case:<36}" + "  ".join(f"{k} {v:,.4g}" for k, v in self.values.items())
 
 
 def say(text: str) -> None:
@@ -161,21 +174,6 @@ def cpu_us(work: Callable[[Any], object], items: Sequence[Any]) -> float:
 # ---- choices and decisions ----------------------------------------------------------------
 
 
-def record(role: Role, number: int) -> WorkerRecord:
-    """Two workers of each role stand on one host."""
-    return WorkerRecord(
-        worker_id=f"{role}-{number}",
-        instance=f"instance-{role}-{number}",
-        role=role,
-        address=f"10.0.0.{number // 2}:{7000 + number}",
-        page_format=mesh.FORMAT,
-        model="tiny",
-        vocab_size=4096,
-        max_context=mesh.LARGE,
-        capacity_pages=100_000,
-    )
-
-
 def choice_rows(arguments: argparse.Namespace) -> Iterator[Row]:
     """One choice among many workers, by each policy."""
     rng = random.Random(arguments.seed)
@@ -231,7 +229,7 @@ async def decision_rows(arguments: argparse.Namespace) -> list[Row]:
     metrics = Metrics()
     view = MeshView(Registered(records, index), WorkerClients(), "tiny", metrics)
     for known in records:
-        view.note_poll(known.instance, Polled(_status(known), 0))
+        view.note_poll(known.instance, Polled(status_of(known), 0))
     chooser = Chooser(rng, time.monotonic)
     account = Account(metrics, time.monotonic)
     gate = GatewayStream(
@@ -262,22 +260,6 @@ async def decision_rows(arguments: argparse.Namespace) -> list[Row]:
     return [Row("decision", f"{PROMPT_PAGES} pages, {2 * WORKERS} workers", values)]
 
 
-def _status(known: WorkerRecord) -> WorkerStatus:
-    pool = PoolStatus(
-        total=100_000, free=50_000, reserved=0, used=10_000, cached=40_000, quarantined=0
-    )
-    return WorkerStatus(
-        worker_id=known.worker_id,
-        instance=known.instance,
-        role=known.role,
-        state="ready",
-        page_format=known.page_format,
-        pool=pool,
-        queued=1,
-        running=2,
-    )
-
-
 # ---- streaming ----------------------------------------------------------------------------
 
 
@@ -285,8 +267,8 @@ def streaming_rows(arguments: argparse.Namespace) -> Iterator[Row]:
     """A router between processes."""
     for pace in arguments.pace:
         say(f"{arguments.streams} streams of {arguments.tokens} tokens, one every {pace:g} ms")
-        load = mesh.Load(arguments.streams, arguments.tokens, pace)
-        done = asyncio.run(mesh.measure(load, workers=2))
+        load = Load(arguments.streams, arguments.tokens, pace)
+        done = asyncio.run(mesh.measure([load], workers=2))[0]
         values = {
             "tokens a second and core": done.tokens_per_core,
             "tokens a message": done.per_message,
@@ -296,6 +278,14 @@ def streaming_rows(arguments: argparse.Namespace) -> Iterator[Row]:
         if pace:
             values["between messages / pace"] = done.gap_ms / pace
         yield Row("streaming", f"{load.streams} streams, {pace:g} ms a token", values)
+
+
+def beside_rows(arguments: argparse.Namespace) -> Iterator[Row]:
+    """A whole router, and SGLang's in turn."""
+    if not router_beside.available(arguments):
+        say("sglang-router is not installed: this router is measured alone")
+    for case, values in router_beside.rows(arguments):
+        yield Row("beside", case, values)
 
 
 # ---- all ----------------------------------------------------------------------------------
@@ -309,8 +299,10 @@ def rows(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
         yield from choice_rows(arguments)
     elif part == "decision":
         yield from asyncio.run(decision_rows(arguments))
-    else:
+    elif part == "streaming":
         yield from streaming_rows(arguments)
+    else:
+        yield from beside_rows(arguments)
 
 
 def main() -> None:
@@ -324,6 +316,11 @@ def main() -> None:
         "--pages", type=int, nargs="+", default=[1000, 100_000], help="sizes of the index"
     )
     parser.add_argument("--beside", type=Path, help="directory that ai-dynamo-runtime is in")
+    parser.add_argument("--sglang", type=Path, help="directory that sglang-router is in")
+    parser.add_argument("--rounds", type=int, default=3, help="beside SGLang (default: 3)")
+    parser.add_argument(
+        "--requests", type=int, default=2048, help="beside SGLang, a round (default: 1024)"
+    )
     parser.add_argument("--repeats", type=int, default=2000, help="operations (default: 2000)")
     parser.add_argument("--streams", type=int, default=64, help="at a time (default: 64)")
     parser.add_argument("--tokens", type=int, default=1024, help="of an answer (default: 1024)")

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from router_mesh import FORMAT, LARGE
+
 from pdmesh.registry.feed import PartitionFeed, Position
 from pdmesh.registry.index import PrefixIndex
 from pdmesh.registry.layout import Layout, Row, joined
 from pdmesh.registry.partitions import Partitions
 from pdmesh.registry.store import Store
-from pdmesh.wire.messages import WorkerRecord
+from pdmesh.wire.messages import PoolStatus, Role, WorkerRecord, WorkerStatus
 
 PARTITIONS = 16
 """Of a mesh, unless its store's URL says otherwise."""
@@ -90,11 +92,38 @@ class Registered:
     def draining(self) -> list[WorkerRecord]:
         return []
 
+    @property
+    def warm(self) -> bool:
+        return True
+
+    async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        return self.owned_prefixes(hashes)
+
     def owned_prefixes(self, hashes: Sequence[bytes]) -> dict[str, int]:
         return self._followed.match(hashes)
 
     def mark_lost(self, instance: str) -> None:
         raise NotImplementedError
+
+
+class Learnt(Registered):
+    """A registry in which the pages of a prompt are owned, from when they are asked for, by a
+    prefill worker and a decode worker in turn."""
+
+    def __init__(self, records: Sequence[WorkerRecord]) -> None:
+        super().__init__(records, Followed([record.worker_id for record in records]))
+        slots = range(len(records))
+        self._roles = [
+            [slot for slot in slots if records[slot].role == role] for role in ("prefill", "decode")
+        ]
+        self._asked = 0
+
+    def owned_prefixes(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        found = super().owned_prefixes(hashes)
+        self._asked += 1
+        for slots in self._roles:
+            self._followed.apply(slots[self._asked % len(slots)], hashes)
+        return found
 
 
 def radix_tree(directory: Path | None) -> Callable[[], Any] | None:
@@ -134,3 +163,35 @@ class Beside:
 
 def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def record(role: Role, number: int) -> WorkerRecord:
+    """Two workers of each role stand on one host."""
+    return WorkerRecord(
+        worker_id=f"{role}-{number}",
+        instance=f"instance-{role}-{number}",
+        role=role,
+        address=f"10.0.0.{number // 2}:{7000 + number}",
+        page_format=FORMAT,
+        model="tiny",
+        vocab_size=4096,
+        max_context=LARGE,
+        capacity_pages=100_000,
+    )
+
+
+def status_of(known: WorkerRecord) -> WorkerStatus:
+    """Of a worker that is half full."""
+    pool = PoolStatus(
+        total=100_000, free=50_000, reserved=0, used=10_000, cached=40_000, quarantined=0
+    )
+    return WorkerStatus(
+        worker_id=known.worker_id,
+        instance=known.instance,
+        role=known.role,
+        state="ready",
+        page_format=known.page_format,
+        pool=pool,
+        queued=1,
+        running=2,
+    )

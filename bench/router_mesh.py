@@ -12,19 +12,21 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
 import grpc  # noqa: E402 - the path is set above
+from router_load import TOKENS, Load, Streamed  # noqa: E402
 
 from pdmesh.decode.framing import Framer  # noqa: E402
 from pdmesh.router.config import RouterConfig  # noqa: E402
 from pdmesh.router.server import Router, settle  # noqa: E402
+from pdmesh.router.view import Registry  # noqa: E402
 from pdmesh.wire import chat_pb2, chat_pb2_grpc  # noqa: E402
 from pdmesh.wire.hashes import PageFormat  # noqa: E402
 from pdmesh.wire.messages import (  # noqa: E402
@@ -51,46 +53,7 @@ from pdmesh.wire.rpc import (  # noqa: E402
 
 MODEL = ROOT / "model" / "tiny"
 FORMAT = PageFormat("tiny", "bench", "float32", 64, 2, 0, 8)
-TOKENS = range(300, 1300)
 LARGE = 8_000_000
-
-
-@dataclass(frozen=True)
-class Load:
-    """Streams at a time, tokens in each, and how fast the workers make them."""
-
-    streams: int
-    tokens: int
-    step_ms: float
-    """Milliseconds from token to token of every stream; 0: as fast as they are taken."""
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """What a load came to."""
-
-    tokens: int
-    messages: int
-    """That the client got."""
-    wall_s: float
-    router_s: float
-    """Processor time of the router's process, all threads."""
-    gap_ms: float
-    """Between messages of a stream, p50, as the client saw them."""
-
-    @property
-    def tokens_per_core(self) -> float:
-        """Tokens for each second of the router's processor time."""
-        return self.tokens / self.router_s
-
-    @property
-    def per_message(self) -> float:
-        return self.tokens / self.messages
-
-    @property
-    def busy(self) -> float:
-        """Of one core."""
-        return self.router_s / self.wall_s
 
 
 class Listed:
@@ -104,6 +67,13 @@ class Listed:
 
     def draining(self) -> list[WorkerRecord]:
         return []
+
+    @property
+    def warm(self) -> bool:
+        return True
+
+    async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        return self.owned_prefixes(hashes)
 
     def owned_prefixes(self, hashes: Sequence[bytes]) -> dict[str, int]:
         return {}
@@ -250,22 +220,25 @@ def _client(pipe: Connection) -> None:
     """A process: asks for answers when told to, and counts what comes."""
 
     async def one(
-        stub: chat_pb2_grpc.ChatServiceStub, tokens: int, gaps: list[float]
-    ) -> tuple[int, int]:
-        request = chat_pb2.ChatRequest(
-            messages=[chat_pb2.Message(role="user", content="Hi there")],
-            sampling=chat_pb2.Sampling(max_tokens=tokens, ignore_eos=True),
-        )
+        stub: chat_pb2_grpc.ChatServiceStub, load: Load, stream: int, gaps: list[float]
+    ) -> tuple[int, int, str]:
         count = messages = 0
-        last = 0.0
-        async for response in stub.StreamChat(request, timeout=600):
-            now = time.perf_counter()
-            if last:
-                gaps.append(now - last)
-            last = now
-            count += len(response.token_ids)
-            messages += 1
-        return count, messages
+        for answer in range(load.answers):
+            prompt = load.prompt(stream, answer)
+            request = chat_pb2.ChatRequest(
+                messages=[chat_pb2.Message(role="user", content=prompt)],
+                sampling=chat_pb2.Sampling(max_tokens=load.tokens, ignore_eos=True),
+            )
+            last, texts = 0.0, []
+            async for response in stub.StreamChat(request, timeout=600):
+                now = time.perf_counter()
+                if last:
+                    gaps.append(now - last)
+                last = now
+                count += len(response.token_ids)
+                texts.append(response.text)
+            messages += len(texts)
+        return count, messages, "".join(texts)
 
     async def ask() -> None:
         address, load = await asyncio.to_thread(pipe.recv)
@@ -273,11 +246,12 @@ def _client(pipe: Connection) -> None:
             stub = chat_pb2_grpc.ChatServiceStub(channel)
             while load is not None:
                 gaps: list[float] = []
-                asked = [one(stub, load.tokens, gaps) for _ in range(load.streams)]
+                asked = [one(stub, load, stream, gaps) for stream in range(load.streams)]
                 counts = await asyncio.gather(*asked)
-                gap = statistics.median(gaps) * 1e3
-                pipe.send((sum(c for c, _ in counts), sum(m for _, m in counts), gap))
-                load = await asyncio.to_thread(pipe.recv)
+                gap = statistics.median(gaps or [0.0]) * 1e3
+                tokens, messages = (sum(c[i] for c in counts) for i in (0, 1))
+                pipe.send((tokens, messages, gap, counts[0][2]))
+                _, load = await asyncio.to_thread(pipe.recv)
 
     asyncio.run(ask())
 
@@ -285,12 +259,18 @@ def _client(pipe: Connection) -> None:
 # ---- the router ---------------------------------------------------------------------------
 
 
-async def measure(load: Load, workers: int, warm_up: int = 8) -> Streamed:
-    """Runs a load through a router of this process.
+async def measure(
+    loads: Sequence[Load],
+    workers: int,
+    registry: Callable[[Sequence[WorkerRecord]], Registry] = Listed,
+    warm_up: int = 8,
+) -> list[Streamed]:
+    """Runs loads, one after another, through a router of this process.
 
     Args:
-        load: of the client.
+        loads: of the client, all of one pace.
         workers: decode workers, all in one process.
+        registry: what the router knows of the workers, made of their records.
         warm_up: answers of the same length that are not counted, before.
 
     Raises:
@@ -300,11 +280,13 @@ async def measure(load: Load, workers: int, warm_up: int = 8) -> Streamed:
     ours, theirs = spawn.Pipe()
     mine, clients = spawn.Pipe()
     processes = [
-        spawn.Process(target=_workers, args=(theirs, workers, load.step_ms), daemon=True),
+        spawn.Process(target=_workers, args=(theirs, workers, loads[0].step_ms), daemon=True),
         spawn.Process(target=_client, args=(clients,), daemon=True),
     ]
     for process in processes:
         process.start()
+    theirs.close()  # so that the end of a process ends the measurement
+    clients.close()
     with tempfile.TemporaryDirectory() as directory:
         secret = Path(directory) / "secret"
         secret.write_bytes(b"k" * 32)
@@ -317,26 +299,30 @@ async def measure(load: Load, workers: int, warm_up: int = 8) -> Streamed:
             max_context=LARGE,
             stop_grace=0.0,
         )
-        router = Router(config, Listed(records))
+        router = Router(config, registry(records))
         await router.start()
         while router.view.polled() < len(records):
             await asyncio.sleep(0.01)
         try:
             settle()
-            mine.send((router.address, Load(warm_up, load.tokens, load.step_ms)))
-            await asyncio.to_thread(mine.recv)
-            wall, cpu = time.perf_counter(), time.process_time()
-            mine.send(load)
-            tokens, messages, gap = await asyncio.to_thread(mine.recv)
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            mine.send(None)
+            done = []
+            for load in loads:
+                mine.send((router.address, load.warm_up(warm_up)))
+                await asyncio.to_thread(mine.recv)
+                wall, cpu = time.perf_counter(), time.process_time()
+                mine.send((router.address, load))
+                tokens, messages, gap, text = await asyncio.to_thread(mine.recv)
+                wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+                done.append(Streamed(tokens, messages, wall, cpu, gap, text))
+            mine.send((router.address, None))
             ours.send(None)
         finally:
             await router.stop()
             await asyncio.to_thread(_ended, processes)
-    if tokens != load.streams * load.tokens:
-        raise SystemExit(f"{tokens} tokens came, not {load.streams * load.tokens}")
-    return Streamed(tokens, messages, wall, cpu, gap)
+    for load, got in zip(loads, done, strict=True):
+        if got.tokens != load.streams * load.answers * load.tokens:
+            raise SystemExit(f"{got.tokens} tokens came for {load}")
+    return done
 
 
 def _ended(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from pdmesh.registry.roster import Member
 from pdmesh.registry.store import read_members
 from pdmesh.wire.errors import PdmeshError
-from pdmesh.wire.messages import Empty, WorkerRecord, WorkerStatus
+from pdmesh.wire.messages import Empty, RankStatus, WorkerRecord, WorkerStatus
 from pdmesh.wire.rpc import Client
 
 _TIMEOUT_S = 2.0
@@ -78,17 +78,20 @@ def as_json(mesh: str, routers: Sequence[str], lines: list[WorkerLine]) -> str:
 
 
 def as_table(mesh: str, routers: Sequence[str], lines: list[WorkerLine]) -> str:
-    """The status as a table for people."""
+    """The status as a table for people; where workers share experts, with their ranks."""
     where = f" at {', '.join(routers)}" if routers else ""
     title = f"mesh {mesh}{where}: {len(lines)} worker{'' if len(lines) == 1 else 's'}"
     rows = [_HEAD, *(_row(line) for line in lines)]
+    if any(_ranks(line) for line in lines):
+        places = ["rank", *(_place(_ranks(line)) for line in lines)]
+        rows = [(*row[:2], place, *row[2:]) for row, place in zip(rows, places, strict=True)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
     problems = [
         f"{line.worker}: {problem}"
         for line in lines
         if line.status is not None
-        for problem in line.status.problems
+        for problem in (*_missing(line.status.ranks), *line.status.problems)
     ]
     return "\n".join([title, *(["  " + row.rstrip() for row in table] if lines else []), *problems])
 
@@ -108,6 +111,29 @@ def _row(line: WorkerLine) -> tuple[str, ...]:
     drafts = f"{status.accepted / status.drafted:.0%}" if status.drafted else "-"
     moved = f"{status.moved_in}/{status.moved_out}"
     return *start, pages, *counts, str(status.parked), str(status.preempted), moved, drafts, end
+
+
+def _ranks(line: WorkerLine) -> RankStatus | None:
+    return None if line.status is None else line.status.ranks
+
+
+def _place(ranks: RankStatus | None) -> str:
+    """A worker's place among those that share its experts, and whom it computes with."""
+    if ranks is None:
+        return "-"
+    others = ", ".join(str(rank) for rank in ranks.members if rank != ranks.rank)
+    return f"{ranks.rank} of {ranks.size}, " + (f"with {others}" if others else "alone")
+
+
+def _missing(ranks: RankStatus | None) -> tuple[str, ...]:
+    """A sentence, if ranks of the group do not compute with this one."""
+    if ranks is None:
+        return ()
+    absent = sorted(set(range(ranks.size)) - {*ranks.members, ranks.rank})
+    if not absent:
+        return ()
+    named = f"rank{'' if len(absent) == 1 else 's'} {', '.join(map(str, absent))}"
+    return (f"computes without {named} of its group of {ranks.size}",)
 
 
 def _metrics(record: WorkerRecord) -> str:

@@ -1,0 +1,94 @@
+"""What ``pdmesh status`` says of workers that share the routed experts."""
+
+import json
+
+import pytest
+
+from pdmesh.launch.status import WorkerLine, as_json, as_table
+from pdmesh.wire.hashes import PageFormat
+from pdmesh.wire.messages import PoolStatus, RankStatus, WorkerStatus
+
+FORMAT = PageFormat("tiny", "w", "float32", 64, 7, 1, 576)
+POOL = PoolStatus(total=8, free=5, reserved=0, used=1, cached=2, quarantined=0)
+
+
+def rank(number, size, members):
+    return RankStatus(rank=number, size=size, members=members, steps=9, repeated=1, sent_bytes=70)
+
+
+def worker(name, ranks=None, problems=(), answers=True):
+    role = name.partition("-")[0]
+    status = WorkerStatus(
+        worker_id=name,
+        instance="i",
+        role=role,
+        state="ready",
+        page_format=FORMAT,
+        pool=POOL,
+        queued=0,
+        running=1,
+        ranks=ranks,
+        problems=problems,
+    )
+    return WorkerLine(name, role, "ready", "a:1", "i", 1, "tiny", "", status if answers else None)
+
+
+def shown(*lines):
+    """The column of ranks, row by row, and what is written below the table."""
+    told = as_table("default", [], list(lines)).splitlines()
+    table, below = told[1 : len(lines) + 2], told[len(lines) + 2 :]
+    start, end = table[0].index("rank"), table[0].index("address")
+    return [row[start:end].strip() for row in table[1:]], below
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (rank(1, 2, (0, 1)), "1 of 2, with 0"),
+        (rank(0, 4, (0, 1, 2, 3)), "0 of 4, with 1, 2, 3"),
+    ],
+)
+def test_a_worker_shows_its_rank_and_whom_it_computes_with(ranks, said):
+    assert shown(worker("decode-0", ranks)) == ([said], [])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said", "sentence"),
+    [
+        (rank(1, 2, (1,)), "1 of 2, alone", "computes without rank 0 of its group of 2"),
+        (rank(2, 4, (0, 2)), "2 of 4, with 0", "computes without ranks 1, 3 of its group of 4"),
+        (rank(0, 2, ()), "0 of 2, alone", "computes without rank 1 of its group of 2"),
+    ],
+)
+def test_ranks_that_a_worker_computes_without_are_named_below_the_table(ranks, said, sentence):
+    lines = worker("decode-0", rank(0, 1, (0,))), worker("decode-1", ranks, ("a page is lost",))
+    assert shown(*lines) == (
+        ["0 of 1, alone", said],
+        [f"decode-1: {sentence}", "decode-1: a page is lost"],
+    )
+
+
+def test_workers_without_ranks_or_an_answer_have_none_beside_those_that_do():
+    lines = worker("prefill-0"), worker("decode-0", rank(0, 2, (0, 1))), worker("decode-1")
+    assert shown(*lines) == (["-", "0 of 2, with 1", "-"], [])
+    silent = worker("decode-1", answers=False)
+    assert shown(worker("decode-0", rank(0, 2, (0, 1))), silent)[0] == ["0 of 2, with 1", "-"]
+
+
+def test_a_mesh_in_which_nobody_shares_experts_has_no_column_for_it():
+    table = as_table("default", [], [worker("prefill-0"), worker("decode-0")])
+    assert table.splitlines()[1].split()[:3] == ["worker", "state", "address"]
+
+
+def test_json_has_the_place_of_each_worker_that_has_one():
+    lines = [worker("prefill-0"), worker("decode-0", rank(1, 2, (0, 1)))]
+    alone, member = json.loads(as_json("default", [], lines))["workers"]
+    assert "ranks" not in alone["status"]
+    assert member["status"]["ranks"] == {
+        "rank": 1,
+        "size": 2,
+        "members": [0, 1],
+        "steps": 9,
+        "repeated": 1,
+        "sent_bytes": 70,
+    }
