@@ -23,7 +23,8 @@ class DecodeConfig:
     ``max_waiting`` how many reservations may wait for pages; ``port`` 0 lets the system choose;
     ``metrics_port`` 0 means no Prometheus endpoint;
     ``ep_ranks`` the "host:port" of each rank of its expert-parallel group, empty if it computes
-    alone, and ``ep_rank`` which of them it is;
+    alone, and ``ep_rank`` which of them it is; ``virtual_ranks`` how many ranks compute in its own
+    process, 1 unless a large group is to be tried out;
     ``pull_s`` how long a reservation may wait for cached pages of other workers, 0 for not at all;
     ``eviction`` which cached pages go first; ``replica_hints`` whether it is asked which of them
     other workers have too;
@@ -62,3 +63,4 @@ class DecodeConfig:
     metrics_port: int = 0
     ep_rank: int = 0
     ep_ranks: tuple[str, ...] = ()
+    virtual_ranks: int = 1

@@ -101,19 +101,27 @@ def _check_page(topology: Topology, config: Mapping[str, object]) -> None:
 def _check_experts(topology: Topology, config: Mapping[str, object]) -> None:
     experts = config.get("n_routed_experts")
     for role, section in (("prefill", topology.prefill), ("decode", topology.decode)):
-        if section.ep == 1 or not config:
-            continue
-        with topology.blamed(role, "ep"):
-            if not isinstance(experts, int) or experts < 1:
+        if section.ep > 1 and section.virtual_ranks > 1:
+            with topology.blamed(role, "virtual_ranks"):
                 raise ConfigError(
-                    f"{topology.model_path} has no routed experts to share; ask for ep = 1"
+                    "ranks in one process are all of their group, and ep asks for a group of "
+                    f"{section.ep} processes; ask for one of the two"
                 )
-            if experts % section.ep:
-                fitting = [n for n in range(1, experts + 1) if experts % n == 0]
-                raise ConfigError(
-                    f"{section.ep} workers cannot share {experts} experts evenly; "
-                    f"ask for one of {', '.join(map(str, fitting))}"
-                )
+        asked = (("ep", section.ep, "workers"), ("virtual_ranks", section.virtual_ranks, "ranks"))
+        for key, count, what in asked:
+            if count == 1 or not config:
+                continue
+            with topology.blamed(role, key):
+                if not isinstance(experts, int) or experts < 1:
+                    raise ConfigError(
+                        f"{topology.model_path} has no routed experts to share; ask for {key} = 1"
+                    )
+                if experts % count:
+                    fitting = [n for n in range(1, experts + 1) if experts % n == 0]
+                    raise ConfigError(
+                        f"{count} {what} cannot share {experts} experts evenly; "
+                        f"ask for one of {', '.join(map(str, fitting))}"
+                    )
 
 
 def _config(model_path: Path) -> Mapping[str, object]:

@@ -97,6 +97,8 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
         topology = topology.changed("decode", "--max-waiting", max_waiting=a.max_waiting)
     if a.role != "router":
         topology = topology.changed(a.role, "--ep-ranks", ep=_group_size(a))
+        virtual = a.virtual_ranks
+        topology = topology.changed(a.role, "--virtual-ranks", virtual_ranks=virtual)
     if topology.mesh.secret_file is None:
         raise ConfigError("no secret given; add --secret-file FILE (the same on every host)")
     return topology
@@ -171,6 +173,7 @@ def _prefill(
             drain_s=topology.mesh.drain_s,
             transports=topology.mesh.transports,
             metrics_port=section.metrics_port,
+            virtual_ranks=section.virtual_ranks,
             **_ranks(arguments),
             **_shared(topology),
         )
@@ -197,6 +200,7 @@ def _decode(
             drain_s=topology.mesh.drain_s,
             transports=topology.mesh.transports,
             metrics_port=section.metrics_port,
+            virtual_ranks=section.virtual_ranks,
             **_ranks(arguments),
             **_shared(topology),
         )

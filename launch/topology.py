@@ -95,6 +95,7 @@ class PrefillSection:
     chunk_tokens: int = _number(512, 1, 1_000_000, "most tokens in one step, but at least a page")
     max_queue: int = _number(1024, 1, 1_000_000, "prompts that may wait")
     ep: int = _number(1, 1, 64, "workers that share the routed experts; 1: each has them all")
+    virtual_ranks: int = _number(1, 1, 1024, "ranks that share a worker's process; 1: it is one")
     metrics_port: int = _number(0, 0, 65535, "Prometheus endpoint of the first worker; 0: none")
 
 
@@ -115,6 +116,7 @@ class DecodeSection:
     park_mb: int = _number(1024, 0, 10_000_000, "host memory for pages of preempted sequences, MiB")
     max_waiting: int = _number(1024, 0, 1_000_000, "reservations that may wait for pages")
     ep: int = _number(1, 1, 64, "workers that share the routed experts; 1: each has them all")
+    virtual_ranks: int = _number(1, 1, 1024, "ranks that share a worker's process; 1: it is one")
     metrics_port: int = _number(0, 0, 65535, "Prometheus endpoint of the first worker; 0: none")
 
 

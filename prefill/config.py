@@ -19,7 +19,8 @@ class PrefillConfig:
     tokens of one step, at least a page; ``max_queue`` how many prompts may wait; ``port`` 0 lets
     the system choose; ``metrics_port`` 0 means no Prometheus endpoint;
     ``ep_ranks`` the "host:port" of each rank of its expert-parallel group, empty if it computes
-    alone, and ``ep_rank`` which of them it is;
+    alone, and ``ep_rank`` which of them it is; ``virtual_ranks`` how many ranks compute in its own
+    process, 1 unless a large group is to be tried out;
     ``pull_s`` how long a prompt may wait for cached pages of other workers, 0 for not at all;
     ``eviction`` which cached pages go first; ``replica_hints`` whether it is asked which of them
     other workers have too;
@@ -54,3 +55,4 @@ class PrefillConfig:
     metrics_port: int = 0
     ep_rank: int = 0
     ep_ranks: tuple[str, ...] = ()
+    virtual_ranks: int = 1
