@@ -37,7 +37,7 @@ def served(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def mesh(served):
     _, folder, ranks = served
-    flags = ["--model", str(folder), "--arithmetic", "exact", "--draft-tokens", "2"]
+    flags = ["--model", str(folder), "--arithmetic", "exact", "--draft-tokens", "1"]
     flags += ["--prefill-ep", "2", "--decode", "2", "--decode-virtual-ranks", str(ranks)]
     with meshes.running_mesh(*flags) as running:
         running.workers = 4
@@ -73,10 +73,10 @@ async def test_chats_get_the_tokens_of_one_rank_and_every_rank_takes_part(served
 async def test_an_answer_that_moves_between_two_such_workers_goes_on_to_the_last_bit(
     served, mesh, prompts
 ):
-    fields = {"max_tokens": 48, "ignore_eos": True, "logprobs": 1}
+    fields = {"max_tokens": 20, "ignore_eos": True, "logprobs": 1}
     want = generate_reference(served[0], prompts[3], fields["max_tokens"], arithmetic="exact")
     async with meshes.chat_stub(mesh.address) as stub:
-        left_alone = await meshes.ask(stub, prompts[3], tenant="alone", **fields)
+        alone = asyncio.ensure_future(meshes.ask(stub, prompts[3], tenant="alone", **fields))
         asking = meshes.asking(stub, prompts[3], request_id="moves", tenant="moved", **fields)
         async with asking as (task, answer):
             await meshes.first_token(task, answer)
@@ -84,6 +84,7 @@ async def test_an_answer_that_moves_between_two_such_workers_goes_on_to_the_last
                 await asyncio.sleep(0.01)
             assert await moved_once(mesh, "moves") == "moved"
             await task
+        left_alone = await alone
     assert answer.timing.migrations == 1
     assert answer.token_ids == left_alone.token_ids == want
     assert answer.logprobs == left_alone.logprobs
