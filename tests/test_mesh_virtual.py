@@ -94,5 +94,5 @@ async def test_an_answer_that_moves_between_two_such_workers_goes_on_to_the_last
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 async def test_answers_that_are_moved_about_are_those_that_are_left_alone(mesh):
-    await verified(mesh, 20)
+    await verified(mesh, 4)
     assert await mesh.problems() == []
