@@ -26,6 +26,7 @@ What is not in it: handing the prompt's pages over, MTP drafts, routing.
 from __future__ import annotations
 
 import argparse
+import logging
 import multiprocessing as mp
 import os
 import random
@@ -122,6 +123,7 @@ def work(plan: Plan, pipe: Connection, prompt: Event, stop: Event) -> None:
     if plan.cores:
         os.sched_setaffinity(0, plan.cores)
     torch.set_num_threads(1)
+    logging.disable(logging.WARNING)  # at the end ranks lose each other
     model = load_model(shipped_model(), torch.float32, torch.device("cpu"))
     pages = len(plan.answers) * ANSWER_PAGES + -(-plan.prompt // PAGE)
     settings = Settings("exact", mode="auto")
@@ -180,9 +182,8 @@ class Rows:
             tokens.append(self._prompt[start:end])
         hidden = self._model.forward(Batch.build(slices, tokens), self._pool, "absorbed")
         count = len(self._pages)
-        if end == self._plan.prompt:
-            first = self._model.logits(hidden[-1:]).argmax(dim=-1).tolist()
-            self.found.tokens[-1] = first
+        if end and end == self._plan.prompt:
+            self.found.tokens[-1] = self._model.logits(hidden[-1:]).argmax(dim=-1).tolist()
         if not count:
             return
         self._last = self._model.logits(hidden[:count]).argmax(dim=-1).tolist()
