@@ -93,12 +93,14 @@ class Found:
         answers: how many it has.
         steps: when each step with answers ended, in seconds of the monotonic clock.
         prompts: begin and end of each.
+        repeated: steps computed again because a rank was lost: there should be none.
         tokens: the first ones of each answer, by its number; the prompt's first token is at -1.
     """
 
     answers: int
     steps: list[float] = field(default_factory=list)
     prompts: list[tuple[float, float]] = field(default_factory=list)
+    repeated: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -142,6 +144,7 @@ def work(plan: Plan, pipe: Connection, prompt: Event, stop: Event) -> None:
             rows.step()
         else:
             time.sleep(0.002)
+    rows.found.repeated = member.repeated
     pipe.send(rows.found)
     pipe.recv()  # until then others may need the experts here
     member.close()
@@ -283,6 +286,8 @@ def sort_out(run: Run, found: Sequence[Found]) -> None:
     """Adds a round to `run`."""
     run.intervals = [prompt for rank in found for prompt in rank.prompts]
     run.timeline = []
+    if any(rank.repeated for rank in found):
+        print("a rank was lost and steps were repeated: this run does not count", file=sys.stderr)
     run.prompts += [end - begin for begin, end in run.intervals]
     for rank in found:
         begun = rank.steps[0] + WARM_UP_S if rank.steps else 0.0
