@@ -97,10 +97,9 @@ def _settings(arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("decode", "--decode", workers=a.decode)
     topology = topology.changed("prefill", "--prefill-ep", ep=a.prefill_ep)
     topology = topology.changed("decode", "--decode-ep", ep=a.decode_ep)
-    virtual = ("--prefill-virtual-ranks", a.prefill_virtual_ranks)
-    topology = topology.changed("prefill", virtual[0], virtual_ranks=virtual[1])
-    virtual = ("--decode-virtual-ranks", a.decode_virtual_ranks)
-    topology = topology.changed("decode", virtual[0], virtual_ranks=virtual[1])
+    for role in ("prefill", "decode"):
+        count = getattr(a, f"{role}_virtual_ranks")
+        topology = topology.changed(role, f"--{role}-virtual-ranks", virtual_ranks=count)
     return whole_groups(topology)
 
 
