@@ -47,6 +47,7 @@ threads = 3
 chunk_tokens = 128
 max_queue = 9
 ep = 2
+virtual_ranks = 4
 metrics_port = 9200
 [decode]
 workers = 4
@@ -58,6 +59,7 @@ growth_tokens = 256
 park_mb = 64
 max_waiting = 7
 ep = 4
+virtual_ranks = 4
 metrics_port = 9300
 [router]
 workers = 2
