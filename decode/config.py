@@ -25,6 +25,8 @@ class DecodeConfig:
     ``ep_ranks`` the "host:port" of each rank of its expert-parallel group, empty if it computes
     alone, and ``ep_rank`` which of them it is, ``redundant_experts`` copies of experts
     besides, and ``rebalance`` whether experts are placed anew as the load changes;
+    ``virtual_ranks`` how many ranks compute in its own process, 1 unless a large group is to be
+    tried out;
     ``pull_s`` how long a reservation may wait for cached pages of other workers, 0 for not at all;
     ``eviction`` which cached pages go first; ``replica_hints`` whether it is asked which of them
     other workers have too;
@@ -65,3 +67,4 @@ class DecodeConfig:
     ep_ranks: tuple[str, ...] = ()
     redundant_experts: int = 0
     rebalance: bool = True
+    virtual_ranks: int = 1

@@ -27,7 +27,7 @@ from pdmesh.kvtransfer.receiver import TransferReceiver
 from pdmesh.kvtransfer.sender import TransferSender
 from pdmesh.kvtransfer.transports import make_dialers, make_listeners, make_page_transports
 from pdmesh.model.deepseek import DeepseekV3
-from pdmesh.model.parallel.serving import Ranks, computing, join_ranks
+from pdmesh.model.parallel.serving import Ranks, computing, join_ranks, rank_status
 from pdmesh.model.served import load_served_model, served_grammars
 from pdmesh.registry.draining import Life, Workload, counted
 from pdmesh.registry.host import Binding, host_worker
@@ -95,6 +95,7 @@ async def serve_decode(config: DecodeConfig) -> None:
         2 * config.lease_ttl_s,
         config.redundant_experts,
         config.rebalance,
+        config.virtual_ranks,
     )
     called, rank = await join_ranks(model, fmt, ranks)
     runner = DecodeRunner(called, store, fmt.page_size, config.draft_tokens)
@@ -131,7 +132,7 @@ async def serve_decode(config: DecodeConfig) -> None:
             moved_in=worker.adoptions.moved_in,
             moved_out=worker.migrations.moved_out,
             pulled_pages=exchange.fetcher.pages,
-            ranks=None if rank is None else rank.status(),
+            ranks=rank_status(called),
         )
 
     metrics = DecodeMetrics(

@@ -127,6 +127,7 @@ _DRAFTS = "MTP drafts a step and sequence: 0 to 4, or auto: as many as pay off (
 
 _TRANSPORTS = "ways that pages may go, best first: shm, tcp, nixl (default: shm,tcp)"
 _EP = "{} workers that share the routed experts; 1: each has them all (default: 1)"
+_VIRTUAL = "ranks in the process of each {} worker, to try a large group (default: 1)"
 _DRAIN = "seconds that a worker told to end may take to finish what it has (default: 30)"
 
 
@@ -184,6 +185,9 @@ def _add_up(up: argparse.ArgumentParser) -> None:
     up.add_argument("--decode", type=int, metavar="N", help="decode workers (default: 2)")
     up.add_argument("--prefill-ep", type=int, metavar="N", help=_EP.format("prefill"))
     up.add_argument("--decode-ep", type=int, metavar="N", help=_EP.format("decode"))
+    for role in ("prefill", "decode"):
+        flag = f"--{role}-virtual-ranks"
+        up.add_argument(flag, type=int, metavar="N", help=_VIRTUAL.format(role))
     up.add_argument("--routers", type=int, metavar="N", help="router replicas (default: 1)")
     _add_mode(up)
     up.add_argument("--no-mtp", action="store_true", help="no draft tokens from the MTP module")
@@ -269,6 +273,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--no-rebalance", action="store_true", help="workers: shared experts stay where they are"
     )
+    serve.add_argument("--virtual-ranks", type=int, metavar="N", help=_VIRTUAL.format("such"))
     serve.add_argument("--pages", type=int, help="workers: pages of KV memory")
     serve.add_argument("--threads", type=int, help="workers: threads (default: all cores)")
     serve.add_argument("--eviction", metavar="NAME", help="workers: lru or returns")

@@ -102,28 +102,40 @@ def _check_experts(topology: Topology, config: Mapping[str, object]) -> None:
     experts = config.get("n_routed_experts")
     for role, section in (("prefill", topology.prefill), ("decode", topology.decode)):
         copies = section.redundant_experts
-        if section.ep == 1:
-            if copies:
-                with topology.blamed(role, "redundant_experts"):
-                    raise ConfigError(
-                        "there are copies of experts only where workers share them; "
-                        "ask for 0, or for an ep of more than 1"
-                    )
-            continue
-        if not config:
-            continue
-        with topology.blamed(role, "ep"):
-            if not isinstance(experts, int) or experts < 1:
+        if copies and section.ep == 1:
+            with topology.blamed(role, "redundant_experts"):
                 raise ConfigError(
-                    f"{topology.model_path} has no routed experts to share; ask for ep = 1"
+                    "there are copies of experts only where workers share them; "
+                    "ask for 0, or for an ep of more than 1"
                 )
-            if section.ep > experts or (experts + copies) % section.ep:
-                fitting = [n for n in range(1, experts + 1) if (experts + copies) % n == 0]
-                besides = f" and {copies} copies" if copies else ""
+        if section.ep > 1 and section.virtual_ranks > 1:
+            with topology.blamed(role, "virtual_ranks"):
                 raise ConfigError(
-                    f"{section.ep} workers cannot share {experts} experts{besides} evenly; "
-                    f"ask for one of {', '.join(map(str, fitting))}"
+                    "ranks in one process are all of their group, and ep asks for a group of "
+                    f"{section.ep} processes; ask for one of the two"
                 )
+        asked = (("ep", section.ep, "workers"), ("virtual_ranks", section.virtual_ranks, "ranks"))
+        for key, count, what in asked:
+            if count == 1 or not config:
+                continue
+            with topology.blamed(role, key):
+                _check_shares(topology, experts, copies, count, key, what)
+
+
+def _check_shares(
+    topology: Topology, experts: object, copies: int, count: int, key: str, what: str
+) -> None:
+    if not isinstance(experts, int) or experts < 1:
+        raise ConfigError(
+            f"{topology.model_path} has no routed experts to share; ask for {key} = 1"
+        )
+    if count > experts or (experts + copies) % count:
+        fitting = [n for n in range(1, experts + 1) if (experts + copies) % n == 0]
+        besides = f" and {copies} copies" if copies else ""
+        raise ConfigError(
+            f"{count} {what} cannot share {experts} experts{besides} evenly; "
+            f"ask for one of {', '.join(map(str, fitting))}"
+        )
 
 
 def _config(model_path: Path) -> Mapping[str, object]:

@@ -88,6 +88,8 @@ def worker_spec(
     caching = ("--eviction", topology.kvcache.eviction, *hints)
     shared = _shared_arguments(topology, secret)
     ranks = () if place is None else place.arguments + _expert_arguments(section)
+    if section.virtual_ranks > 1:
+        ranks = (*ranks, "--virtual-ranks", str(section.virtual_ranks))
     arguments = ("--id", name, *sizes, *own, *ranks, *caching, *moving, *ending, *shared)
     return Spec(name, role, arguments, threads)
 

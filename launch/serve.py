@@ -102,6 +102,8 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
         )
         still = False if a.no_rebalance else None
         topology = topology.changed(a.role, "--no-rebalance", rebalance=still)
+        virtual = a.virtual_ranks
+        topology = topology.changed(a.role, "--virtual-ranks", virtual_ranks=virtual)
     if topology.mesh.secret_file is None:
         raise ConfigError("no secret given; add --secret-file FILE (the same on every host)")
     return topology
@@ -178,6 +180,7 @@ def _prefill(
             metrics_port=section.metrics_port,
             redundant_experts=section.redundant_experts,
             rebalance=section.rebalance,
+            virtual_ranks=section.virtual_ranks,
             **_ranks(arguments),
             **_shared(topology),
         )
@@ -206,6 +209,7 @@ def _decode(
             metrics_port=section.metrics_port,
             redundant_experts=section.redundant_experts,
             rebalance=section.rebalance,
+            virtual_ranks=section.virtual_ranks,
             **_ranks(arguments),
             **_shared(topology),
         )

@@ -97,6 +97,7 @@ class PrefillSection:
     ep: int = _number(1, 1, 64, "workers that share the routed experts; 1: each has them all")
     redundant_experts: int = _number(0, 0, 4096, "copies of experts besides, among those workers")
     rebalance: bool = _plain(True, "place shared experts anew as the load changes")
+    virtual_ranks: int = _number(1, 1, 1024, "ranks that share a worker's process; 1: it is one")
     metrics_port: int = _number(0, 0, 65535, "Prometheus endpoint of the first worker; 0: none")
 
 
@@ -119,6 +120,7 @@ class DecodeSection:
     ep: int = _number(1, 1, 64, "workers that share the routed experts; 1: each has them all")
     redundant_experts: int = _number(0, 0, 4096, "copies of experts besides, among those workers")
     rebalance: bool = _plain(True, "place shared experts anew as the load changes")
+    virtual_ranks: int = _number(1, 1, 1024, "ranks that share a worker's process; 1: it is one")
     metrics_port: int = _number(0, 0, 65535, "Prometheus endpoint of the first worker; 0: none")
 
 

@@ -96,7 +96,11 @@ def _settings(arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("router", "--routers", workers=a.routers)
     topology = topology.changed("decode", "--decode", workers=a.decode)
     topology = topology.changed("prefill", "--prefill-ep", ep=a.prefill_ep)
-    return whole_groups(topology.changed("decode", "--decode-ep", ep=a.decode_ep))
+    topology = topology.changed("decode", "--decode-ep", ep=a.decode_ep)
+    for role in ("prefill", "decode"):
+        count = getattr(a, f"{role}_virtual_ranks")
+        topology = topology.changed(role, f"--{role}-virtual-ranks", virtual_ranks=count)
+    return whole_groups(topology)
 
 
 class _Session:

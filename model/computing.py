@@ -12,7 +12,7 @@ from pdmesh.model.config import ModelConfig
 
 
 class ComputingModel(Protocol):
-    """`DeepseekV3`, `parallel.member.Member` and `parallel.lockstep.GroupModel` are such."""
+    """`DeepseekV3` is such, and in `parallel` `Member`, `SpreadModel` and `GroupModel`."""
 
     @property
     def config(self) -> ModelConfig:

@@ -21,6 +21,8 @@ class PrefillConfig:
     ``ep_ranks`` the "host:port" of each rank of its expert-parallel group, empty if it computes
     alone, and ``ep_rank`` which of them it is, ``redundant_experts`` copies of experts
     besides, and ``rebalance`` whether experts are placed anew as the load changes;
+    ``virtual_ranks`` how many ranks compute in its own process, 1 unless a large group is to be
+    tried out;
     ``pull_s`` how long a prompt may wait for cached pages of other workers, 0 for not at all;
     ``eviction`` which cached pages go first; ``replica_hints`` whether it is asked which of them
     other workers have too;
@@ -57,3 +59,4 @@ class PrefillConfig:
     ep_ranks: tuple[str, ...] = ()
     redundant_experts: int = 0
     rebalance: bool = True
+    virtual_ranks: int = 1

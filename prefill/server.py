@@ -16,7 +16,7 @@ from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.pull_exchange import PrefixExchange
 from pdmesh.kvtransfer.transports import make_page_transports
 from pdmesh.model.deepseek import DeepseekV3
-from pdmesh.model.parallel.serving import Ranks, computing, join_ranks
+from pdmesh.model.parallel.serving import Ranks, computing, join_ranks, rank_status
 from pdmesh.model.served import load_served_model, served_grammars
 from pdmesh.prefill.config import PrefillConfig
 from pdmesh.prefill.facts import PrefillStepFacts
@@ -85,6 +85,7 @@ async def serve_prefill(config: PrefillConfig) -> None:
         2 * config.lease_ttl_s,
         config.redundant_experts,
         config.rebalance,
+        config.virtual_ranks,
     )
     called, rank = await join_ranks(model, fmt, ranks)
     sender = page_sender(fmt, store, config.transports)
@@ -122,7 +123,7 @@ async def serve_prefill(config: PrefillConfig) -> None:
             cancelled=worker.cancelled,
             step_ms=worker.step_ms,
             pulled_pages=exchange.fetcher.pages,
-            ranks=None if rank is None else rank.status(),
+            ranks=rank_status(called),
         )
 
     metrics = PrefillMetrics(fmt, config.worker_id, on_loop(asyncio.get_running_loop(), facts))

@@ -72,6 +72,21 @@ def test_a_model_without_experts_shares_none(tmp_path):
         check_together(topology)
 
 
+def test_ranks_in_one_process_are_asked_for_by_role_and_need_experts_that_divide(tmp_path):
+    topology = Topology().changed("decode", "--decode-virtual-ranks", virtual_ranks=16)
+    check_together(topology)
+    arguments = worker_spec(topology, "decode", "d", tmp_path, 0).arguments
+    at = arguments.index("--virtual-ranks")
+    assert arguments[at + 1] == "16"
+    assert "--virtual-ranks" not in worker_spec(topology, "prefill", "p", tmp_path, 0).arguments
+    with pytest.raises(
+        ConfigError, match=r"--decode-virtual-ranks: 12 ranks cannot share 32 experts evenly"
+    ):
+        check_together(topology.changed("decode", "--decode-virtual-ranks", virtual_ranks=12))
+    with pytest.raises(ConfigError, match="a group of 2 processes; ask for one of the two"):
+        check_together(topology.changed("decode", "--decode-ep", ep=2))
+
+
 def test_addresses_and_ranks_of_a_worker_that_is_started_by_hand_go_together():
     ranks = parse_addresses("a:1, b:2,")
     assert ranks == ("a:1", "b:2")

@@ -49,6 +49,7 @@ max_queue = 9
 ep = 2
 redundant_experts = 4
 rebalance = false
+virtual_ranks = 4
 metrics_port = 9200
 [decode]
 workers = 4
@@ -62,6 +63,7 @@ max_waiting = 7
 ep = 4
 redundant_experts = 8
 rebalance = false
+virtual_ranks = 4
 metrics_port = 9300
 [router]
 workers = 2

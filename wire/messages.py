@@ -222,6 +222,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     """To other ranks."""
     plan: int = 0
     """The placement of experts in use: 0 the first one, others by number."""
+    virtual: bool = False
+    """All ranks of the group are in this one process; ``rank`` is the first one."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -255,7 +257,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     pulled_pages: int = 0
     """Cached pages read from other workers, and validated."""
     ranks: RankStatus | None = None
-    """None where the worker computes alone."""
+    """None where the worker computes alone, as one rank."""
     problems: tuple[str, ...] = ()
     """What check_integrity found; empty when all is well."""
 

@@ -69,12 +69,16 @@ class WireBytes:
     """Bytes that a rank has sent, by peer and kind of exchange; to itself it sends nothing."""
 
     def __init__(self) -> None:
+        self.all = 0
+        """Of all kinds to all peers; may be read on any thread."""
         self._sent: Counter[tuple[int, str]] = Counter()
 
     def add(self, peer: int, kind: str, message: Message) -> None:
         """Count a message."""
         if message:
-            self._sent[peer, kind] += sum(tensor.nbytes for tensor in message)
+            size = sum(tensor.nbytes for tensor in message)
+            self._sent[peer, kind] += size
+            self.all += size
 
     def by_peer(self, kind: str | None = None) -> dict[int, int]:
         """Bytes to each peer, of all kinds or one."""

@@ -1,4 +1,4 @@
-"""The model that a worker computes with: the whole one, or its rank of an expert-parallel group."""
+"""The model that a worker computes with: the whole one, its rank of a group, or a group in it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from pdmesh.model.computing import ComputingModel
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.moe import Moe
 from pdmesh.model.parallel.balancer import BalanceRule
+from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.meeting import Place
 from pdmesh.model.parallel.member import Member
 from pdmesh.model.parallel.plans import first_placement
-from pdmesh.model.parallel.virtual import Settings
+from pdmesh.model.parallel.spread import SpreadModel
+from pdmesh.model.parallel.virtual import Settings, VirtualRanks
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import PageFormat
+from pdmesh.wire.messages import RankStatus
 
 MICROBATCH_ROWS = 64
 """Rows of the largest batch from which on ranks compute in two microbatches."""
@@ -32,6 +35,7 @@ class Ranks:
         silence_s: seconds without a sign of life after which a rank is lost.
         redundant: copies of experts besides the first one of each, in every layer.
         rebalance: place experts anew when the load has changed.
+        virtual: ranks in the worker's own process; 1: it is one.
     """
 
     rank: int
@@ -40,17 +44,20 @@ class Ranks:
     silence_s: float
     redundant: int = 0
     rebalance: bool = True
+    virtual: int = 1
 
 
 async def join_ranks(
     model: DeepseekV3, fmt: PageFormat, ranks: Ranks, within_s: float = 120.0
 ) -> tuple[ComputingModel, Member | None]:
-    """What the worker calls, and its rank if there is a group; returns once the others are there.
+    """What the worker calls, and its rank among other processes; returns once all are there.
 
     Raises:
         ConfigError: the group does not fit the model, a rank belongs to another group or model, or
             nobody else came within ``within_s`` seconds.
     """
+    if ranks.virtual > 1:
+        return _virtual(model, fmt, ranks), None
     if len(ranks.addresses) < 2:
         return model, None
     if not 0 <= ranks.rank < len(ranks.addresses):
@@ -68,6 +75,21 @@ async def join_ranks(
     member = Member(model, place, placement, settings, digest, rule)
     await asyncio.to_thread(member.start, within_s)
     return member, member
+
+
+def _virtual(model: DeepseekV3, fmt: PageFormat, ranks: Ranks) -> SpreadModel:
+    if len(ranks.addresses) > 1:
+        raise ConfigError(
+            f"{ranks.virtual} virtual ranks are all of their group; a worker that has them shares "
+            "its experts with no other worker"
+        )
+    settings = Settings(fmt.arithmetic, mode="microbatch")
+    return SpreadModel(model, VirtualRanks(model, Groups(ranks.virtual), settings=settings))
+
+
+def rank_status(called: ComputingModel) -> RankStatus | None:
+    """What there is to say of the ranks behind what a worker calls; None if there is only one."""
+    return called.status() if isinstance(called, Member | SpreadModel) else None
 
 
 async def computing(run: Callable[[], Awaitable[None]], member: Member | None) -> None:
