@@ -91,4 +91,6 @@ def test_json_has_the_place_of_each_worker_that_has_one():
         "steps": 9,
         "repeated": 1,
         "sent_bytes": 70,
+        "plan": 0,
+        "virtual": False,
     }
