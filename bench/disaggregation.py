@@ -46,7 +46,8 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import torch  # noqa: E402 - the path is set above
 
-from pdmesh.launch.ranks import free_ports  # noqa: E402
+from pdmesh.launch.ports import claim_ports  # noqa: E402
+from pdmesh.launch.ranks import FIRST_PORT  # noqa: E402
 from pdmesh.launch.topology import shipped_model  # noqa: E402
 from pdmesh.model.batch import Batch, SequenceSlice  # noqa: E402
 from pdmesh.model.computing import ComputingModel  # noqa: E402
@@ -215,14 +216,14 @@ def random_tokens(count: int, seed: int) -> list[int]:
 # ---- the run ------------------------------------------------------------------------------
 
 
-def plans(args: argparse.Namespace, chunk: int, separate: bool) -> list[Plan]:
+def plans(args: argparse.Namespace, chunk: int, separate: bool, ports: Sequence[int]) -> list[Plan]:
     """One a rank; the first gets the prompt."""
     half = args.ranks // 2
     cores = sorted(os.sched_getaffinity(0)) if args.pinning else []
     halves: list[tuple[int, ...]] = [(), ()]
     if len(cores) > 1:
         halves = [tuple(cores[: len(cores) // 2]), tuple(cores[len(cores) // 2 :])]
-    addresses = [f"127.0.0.1:{port}" for port in free_ports("127.0.0.1", args.ranks)]
+    addresses = [f"127.0.0.1:{port}" for port in ports]
     answering = range(half, args.ranks) if separate else range(args.ranks)
     found = []
     for rank in range(args.ranks):
@@ -386,7 +387,9 @@ def main() -> None:
     seen: dict[int, list[int]] = {}
     for _ in range(args.rounds):
         for name, (chunk, parted) in wanted.items():
-            found = run_once(plans(args, chunk, parted), args.prompts, args.pause)
+            with claim_ports("127.0.0.1", FIRST_PORT, args.ranks, ()) as ports:
+                ranks = plans(args, chunk, parted, ports)
+                found = run_once(ranks, args.prompts, args.pause)
             same_tokens(seen, found)
             sort_out(runs[name], found)
     report(runs, separate)

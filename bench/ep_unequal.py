@@ -41,7 +41,8 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 import torch  # noqa: E402 - the path is set above
 import torch.distributed as dist  # noqa: E402
 
-from pdmesh.launch.ranks import free_ports  # noqa: E402
+from pdmesh.launch.ports import claim_ports  # noqa: E402
+from pdmesh.launch.ranks import FIRST_PORT  # noqa: E402
 from pdmesh.launch.topology import shipped_model  # noqa: E402
 from pdmesh.model.batch import Batch, SequenceSlice  # noqa: E402
 from pdmesh.model.parallel.member import Member, Place  # noqa: E402
@@ -127,9 +128,10 @@ def rows_of(way: str, own: int) -> int:
     return int(largest)
 
 
-def measured(ranks: int, counts: Sequence[Sequence[int]]) -> list[dict[str, Found]]:
+def measured(
+    ranks: int, counts: Sequence[Sequence[int]], ports: Sequence[int]
+) -> list[dict[str, Found]]:
     """What every rank found."""
-    ports = free_ports("127.0.0.1", ranks + 1)
     addresses = [f"127.0.0.1:{port}" for port in ports[1:]]
     context = mp.get_context("spawn")
     pipes, processes = [], []
@@ -177,7 +179,8 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for name in (f"0 to {args.most} at random", "one full, the others few"):
         counts = drawn(name, args.ranks, args.most, args.steps)
-        found = measured(args.ranks, counts)
+        with claim_ports("127.0.0.1", FIRST_PORT, args.ranks + 1, ()) as ports:
+            found = measured(args.ranks, counts, ports)
         for rank in found:
             if any(rank[way].tokens != rank[WAYS[0]].tokens for way in WAYS):
                 sys.exit("tokens differ")
