@@ -133,7 +133,7 @@ def test_after_the_loss_of_a_rank_the_others_hold_its_experts_and_it_can_come_ba
         assert [member.members for member in left] == [want] * 3
         again = a_member(model, lost, left[0].place.addresses)
         try:
-            again.join()
+            again.start()
             step = a_step(model, 4, 1, (4, 3, 2))
             for _ in range(200):
                 check([*left, again], step, mtp=False)
@@ -237,7 +237,7 @@ def test_experts_are_placed_anew_while_ranks_compute_and_no_bit_changes(monkeypa
         check(members[:3], a_step(model, 3, 1, (5, 6, 7)))
         again = a_member(model, 3, members[0].place.addresses, placement=first, rule=rule)
         try:
-            again.join()
+            again.start()
             for _ in range(200):
                 check([*members[:3], again], step, mtp=False)
                 if again.members == (0, 1, 2, 3) and again.plan >= plan:

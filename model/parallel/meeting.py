@@ -101,10 +101,6 @@ class Meeting:
             f"rank {self._place.rank} of group {self._place.group!r} lacks rank {named}"
         )
 
-    def join(self) -> None:
-        """Connects to whoever is there: the others take this rank in when they can."""
-        self._links.start()
-
     def close(self) -> None:
         """Leaves the group. Idempotent."""
         with self.changed:

@@ -169,11 +169,6 @@ class Member:
         self._meeting.start(within_s)
         self._thread.start()
 
-    def join(self) -> None:
-        """As ``start`` with whoever is there: the others take this rank in when they can."""
-        self._meeting.join()
-        self._thread.start()
-
     def close(self) -> None:
         """Leaves the group; calls that wait fail. Idempotent."""
         self._meeting.close()
