@@ -5,9 +5,14 @@ import os
 import signal
 
 import pytest
+import torch
+import triton_interpreter
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    triton_interpreter.install()
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell's background job ignores it, and so would every process that a test starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
