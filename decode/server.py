@@ -97,7 +97,8 @@ async def serve_decode(config: DecodeConfig) -> None:
         config.rebalance,
         config.virtual_ranks,
     )
-    called, rank = await join_ranks(model, fmt, ranks)
+    shared = config.model_path if len(config.ep_ranks) > 1 else None
+    called, rank = await join_ranks(model, fmt, ranks, shared)
     runner = DecodeRunner(called, store, fmt.page_size, config.draft_tokens)
     sender = TransferSender(fmt, make_dialers(config.transports, store), store)
     worker = DecodeWorker(runner, kv, store, receiver, scheduler, limits, sender=sender)
@@ -222,6 +223,7 @@ def _load(config: DecodeConfig) -> tuple[DeepseekV3, PageFormat]:
         page_size=config.page_size,
         arithmetic=config.arithmetic,
         progress=loading.progress,
+        experts=len(config.ep_ranks) < 2,
     )
     loading.loaded()
     return loaded

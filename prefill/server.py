@@ -87,7 +87,8 @@ async def serve_prefill(config: PrefillConfig) -> None:
         config.rebalance,
         config.virtual_ranks,
     )
-    called, rank = await join_ranks(model, fmt, ranks)
+    shared = config.model_path if len(config.ep_ranks) > 1 else None
+    called, rank = await join_ranks(model, fmt, ranks, shared)
     sender = page_sender(fmt, store, config.transports)
     worker = PrefillWorker(
         PrefillRunner(called, store, fmt.page_size, fmt.mtp_layers > 0, fmt.arithmetic),
@@ -212,6 +213,7 @@ def _load(config: PrefillConfig) -> tuple[DeepseekV3, PageFormat]:
         page_size=config.page_size,
         arithmetic=config.arithmetic,
         progress=loading.progress,
+        experts=len(config.ep_ranks) < 2,
     )
     loading.loaded()
     return loaded

@@ -6,9 +6,10 @@ from pdmesh.launch.checks import check_together
 from pdmesh.launch.processes import worker_spec
 from pdmesh.launch.ranks import (
     check_rank,
+    group_sizes,
+    more_places,
     parse_addresses,
     rank_places,
-    refuse_change,
     whole_groups,
 )
 from pdmesh.launch.topology import Topology
@@ -103,11 +104,18 @@ def test_addresses_and_ranks_of_a_worker_that_is_started_by_hand_go_together():
         check_rank(0, ())
 
 
-def test_a_group_cannot_grow_or_be_replaced_worker_by_worker():
+def test_another_group_gets_places_of_its_own():
     topology = whole_groups(asked(ep=2))
-    refuse_change(topology, ["prefill"])
-    with pytest.raises(ConfigError, match="share their experts in groups of 2 and stay"):
-        refuse_change(topology, ["prefill", "decode"])
+    with rank_places(topology) as places:
+        taken = {address for place in places.values() for address in place.addresses}
+        with more_places(topology, "decode", 5, taken) as more:
+            assert {name: place.rank for name, place in more.items()} == {
+                "decode-4": 0,
+                "decode-5": 1,
+            }
+            assert not taken & set(more["decode-4"].addresses)
+            assert more["decode-4"].addresses == more["decode-5"].addresses
+    assert group_sizes(topology) == {"decode": 2}
 
 
 def test_two_meshes_of_one_machine_have_ranks_at_different_ports():

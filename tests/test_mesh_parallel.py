@@ -13,7 +13,7 @@ import signal
 import meshes
 import pytest
 import torch
-from mesh_changes import pdmesh, started
+from mesh_changes import pdmesh
 
 from pdmesh.launch.topology import shipped_model
 from pdmesh.model.reference import generate_reference
@@ -169,11 +169,40 @@ async def test_a_rank_that_stands_still_is_left_out_and_comes_back(mesh, prompts
     assert await mesh.problems(patience=60) == []
 
 
-@pytest.mark.parametrize("change", [("scale", "decode=4"), ("restart", "decode-0")])
-async def test_a_group_stays_as_it_is_and_says_so(mesh, change):
+async def test_a_rolling_restart_of_ranks_fails_no_answer(mesh, prompts):
     if mesh.sizes["decode"] < 2:
         pytest.skip("one decode rank")
-    process = await started(mesh, *change)
-    out, _ = await process.communicate()
-    assert process.returncode == 2
-    assert "share their experts in groups of" in out.decode()
+    await together(mesh)
+    before = await all_at_once(mesh, prompts, "old", max_tokens=60)
+    pids = mesh.pids()
+    asking = asyncio.ensure_future(all_at_once(mesh, prompts, "renewed", max_tokens=60))
+    await pdmesh(mesh, "restart", "decode-0", "decode-1")
+    during = await asyncio.wait_for(asking, 240)
+    assert [a.token_ids for a in during] == [a.token_ids for a in before]
+    renewed = {name for name, pid in mesh.pids().items() if pids[name] != pid}
+    assert renewed == {"decode-0", "decode-1"}
+    await together(mesh)
+    after = await all_at_once(mesh, prompts, "new", max_tokens=60)
+    assert [a.token_ids for a in after] == [a.token_ids for a in before]
+    assert await mesh.problems(patience=60) == []
+
+
+@pytest.mark.full
+async def test_another_group_serves_and_goes_again(mesh, prompts, expected):
+    if mesh.sizes["decode"] < 2:
+        pytest.skip("one decode rank")
+    size, workers = mesh.sizes["decode"], mesh.workers
+    await pdmesh(mesh, "scale", f"decode={2 * size}")
+    mesh.workers = workers + size
+    try:
+        await together(mesh)
+        answers = await all_at_once(mesh, 3 * prompts, "two groups")
+        assert [answer.token_ids for answer in answers] == 3 * expected
+        assert {int(a.timing.decode_worker.split("-")[1]) // size for a in answers} == {0, 1}
+        asking = asyncio.ensure_future(all_at_once(mesh, 2 * prompts, "one goes"))
+        await pdmesh(mesh, "scale", f"decode={size}")
+        answers = await asyncio.wait_for(asking, 240)
+        assert [answer.token_ids for answer in answers] == 2 * expected
+    finally:
+        mesh.workers = workers
+    assert await mesh.problems(patience=60) == []

@@ -214,6 +214,7 @@ class Meeting:
             plan = msgspec.msgpack.decode(header, type=Plan)
             with self.changed:
                 self._plans.learn(plan)
+                self.changed.notify_all()
         except (msgspec.DecodeError, ConfigError) as error:
             event(log, "plan_refused", logging.WARNING, rank=rank, error=error)
 

@@ -22,11 +22,13 @@ from torch import Tensor
 from pdmesh.model.batch import Batch, Form
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.expert_source import ExpertSource
 from pdmesh.model.parallel.assembly import Agreed, Kind
 from pdmesh.model.parallel.balancer import BalanceRule
 from pdmesh.model.parallel.building import RankBuilder
 from pdmesh.model.parallel.exchange import Channel
 from pdmesh.model.parallel.groups import Groups
+from pdmesh.model.parallel.holding import Holding
 from pdmesh.model.parallel.meeting import LOAD, Meeting, Place
 from pdmesh.model.parallel.placement import Placement
 from pdmesh.model.parallel.plans import Plan, Plans
@@ -66,12 +68,13 @@ class Member:
     """See the module. ``start`` connects; ``close`` leaves the group.
 
     Args:
-        model: the whole one; shards are cut from it.
+        model: the whole one, or one without routed experts; shards are cut from it.
         place: where this rank stands.
         placement: of the experts at first; by default one copy each, in order.
         rule: when to place them anew; None: never.
         settings: how the ranks compute; the same on all of them.
         digest: of what else has to be the same everywhere, such as the page format.
+        source: where routed experts are read from; by default the model, which has them all.
 
     Raises:
         ConfigError: the group does not fit the model.
@@ -85,6 +88,7 @@ class Member:
         settings: Settings = Settings(),  # noqa: B008 - it is immutable
         digest: str = "",
         rule: BalanceRule | None = None,
+        source: ExpertSource | None = None,
     ) -> None:
         self.place = place
         self.settings = settings
@@ -94,14 +98,12 @@ class Member:
         """Of them, those that ended with the loss of a rank."""
         self._model = model
         groups = Groups(len(place.addresses))
-        self._builder = RankBuilder(model, groups, settings.arithmetic, settings.wire)
+        self._builder = RankBuilder(model, groups, settings.arithmetic, settings.wire, source)
         first = self._builder.placement(placement)
         self._plans = Plans(place.rank, groups.ep, first, rule)
-        self.plan = 0
-        """The placement of experts that the last step used."""
         self._meeting = Meeting(place, self._plans, digest)
+        self._holding = Holding(self._builder, self._plans, self._meeting)
         self._calls: list[_Call] = []
-        self._built: tuple[tuple[int, ...], int, Placement, Rank] | None = None
         self._thread = threading.Thread(target=self._run, name="ep-steps", daemon=True)
         self._ended: Future[None] = Future()
 
@@ -166,14 +168,21 @@ class Member:
         Raises:
             ConfigError: as ``Meeting.start``.
         """
+        self._holding.read_first()
         self._meeting.start(within_s)
         self._thread.start()
+        threading.Thread(target=self._holding.run, name="ep-experts", daemon=True).start()
 
     def close(self) -> None:
         """Leaves the group; calls that wait fail. Idempotent."""
         self._meeting.close()
         if self._thread.is_alive():
             self._thread.join(10)
+
+    @property
+    def plan(self) -> int:
+        """The placement of experts that the last step used."""
+        return self._holding.plan
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -253,7 +262,7 @@ class Member:
                 self._meeting.changed.notify_all()
 
     def _compute(self, agreed: Agreed, call: _Call | None) -> Tensor | None:
-        rank = self._rank_among(agreed.members, agreed.plan)
+        rank = self._holding.rank_among(agreed.members, agreed.plan)
         model, count = self._model, len(self._model.layers)
         main = agreed.kind == "forward"
         numbers = range(count) if main else range(count, count + 1)
@@ -284,25 +293,10 @@ class Member:
             made: list[Plan] = []
             with self._meeting.changed:
                 self._plans.lead(agreed.plan, made.append)
+                self._meeting.changed.notify_all()
             for plan in made:
                 event(log, "experts_planned", plan=plan.number)
                 self._meeting.tell(others, plan)
-
-    def _rank_among(self, members: tuple[int, ...], plan: int) -> Rank:
-        """This rank's shard while these work together by this plan."""
-        built = self._built
-        if built is not None and built[:2] == (members, plan):
-            return built[3]
-        with self._meeting.changed:
-            placement = self._plans.placement(plan)
-        gone = set(range(placement.num_ranks)) - set(members)
-        placement = placement.without(gone) if gone else placement
-        old = None if built is None else (built[3], built[2])
-        rank = self._builder.build(members, placement, self._meeting, old)
-        if built is not None:
-            event(log, "experts_placed", members=",".join(map(str, members)), plan=plan)
-        self._built, self.plan = (members, plan, placement, rank), plan
-        return rank
 
     def _fail_all(self, error: BaseException) -> None:
         with self._meeting.changed:

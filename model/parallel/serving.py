@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pdmesh.model.computing import ComputingModel
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.expert_source import StoredExperts
 from pdmesh.model.moe import Moe
 from pdmesh.model.parallel.balancer import BalanceRule
 from pdmesh.model.parallel.groups import Groups
@@ -48,9 +50,15 @@ class Ranks:
 
 
 async def join_ranks(
-    model: DeepseekV3, fmt: PageFormat, ranks: Ranks, within_s: float = 120.0
+    model: DeepseekV3,
+    fmt: PageFormat,
+    ranks: Ranks,
+    path: Path | None = None,
+    within_s: float = 120.0,
 ) -> tuple[ComputingModel, Member | None]:
     """What the worker calls, and its rank among other processes; returns once all are there.
+
+    `path` is the checkpoint that experts are read from, where `model` was loaded without them.
 
     Raises:
         ConfigError: the group does not fit the model, a rank belongs to another group or model, or
@@ -72,7 +80,8 @@ async def join_ranks(
     placement = first_placement(layers, experts, len(place.addresses), ranks.redundant)
     rule = BalanceRule(experts + ranks.redundant) if ranks.rebalance else None
     digest = f"{fmt.fingerprint().hex()} {ranks.redundant}"
-    member = Member(model, place, placement, settings, digest, rule)
+    source = None if path is None else StoredExperts(path, model)
+    member = Member(model, place, placement, settings, digest, rule, source)
     await asyncio.to_thread(member.start, within_s)
     return member, member
 
