@@ -58,14 +58,19 @@ class RankBuilder:
             raise ConfigError("this model has no routed experts to spread over ranks")
         numbers = iter(range(len(self._moes)))
         self._moe_layers = [next(numbers) if isinstance(b.mlp, Moe) else None for b in blocks]
-        self._shards = [self._tp_shards(tp) for tp in range(groups.tp)]
+        self._groups.heads(0, model.config.num_attention_heads)  # they must divide
+        self._shards: dict[int | None, list[LayerShard]] = {}
         self._tables: tuple[Placement | None, list[ReplicaTable]] = (None, [])
 
-    def _tp_shards(self, tp: int) -> list[LayerShard]:
-        config = self._model.config
-        heads = self._groups.heads(tp, config.num_attention_heads)
-        blocks = self._model.blocks()
-        return [layer_shard(block, config, heads, self._arithmetic) for block in blocks]
+    def _layers(self, tp: int | None) -> list[LayerShard]:
+        """Of the TP rank `tp`; None: with all heads."""
+        if tp not in self._shards:
+            config = self._model.config
+            count = config.num_attention_heads
+            heads = range(count) if tp is None else self._groups.heads(tp, count)
+            blocks = self._model.blocks()
+            self._shards[tp] = [layer_shard(b, config, heads, self._arithmetic) for b in blocks]
+        return self._shards[tp]
 
     def routed(self, layer: int) -> bool:
         """Whether a layer has routed experts."""
@@ -95,8 +100,9 @@ class RankBuilder:
         transport: Transport,
         old: tuple[Rank, Placement] | None = None,
         ahead: Sequence[Held] = (),
+        alone: bool = False,
     ) -> Rank:
-        """The rank of `transport` among `members`.
+        """The rank of `transport` among `members`; with all heads where it is `alone` in its group.
 
         `old` is what it was under the placement before: experts that it holds already are not read
         again, and it goes on counting. Nor are those that were read `ahead`.
@@ -110,12 +116,13 @@ class RankBuilder:
             ends = MessageExperts(transport, members, self._replicas(placement), self._wire)
         group = self._groups.tp_group(at.dp)
         held = [*ahead, *([] if old is None else [Held(old[1], old[0].experts)])]
+        together = len(group) > 1 and not alone
         return Rank(
-            self._shards[at.tp],
+            self._layers(at.tp if together else None),
             self._moe_layers,
             self.hold(rank, placement, held).experts,
             ends,
-            TensorParallel(transport, group) if len(group) > 1 else None,
+            TensorParallel(transport, group) if together else None,
             self._arithmetic == "fast",
             ExpertLoad(len(self._moes), self._model.config.n_routed_experts)
             if old is None

@@ -11,6 +11,7 @@ from pdmesh.model.parallel.meeting import Meeting
 from pdmesh.model.parallel.placement import Placement
 from pdmesh.model.parallel.plans import Plans
 from pdmesh.model.parallel.rank import Rank
+from pdmesh.model.parallel.team import Team
 from pdmesh.wire.logs import event
 
 log = logging.getLogger(__name__)
@@ -24,13 +25,15 @@ class Holding:
         builder: cuts the shard.
         plans: which the rank knows; those that it has not read yet count as unknown.
         meeting: whose lock guards the plans, and the transport of the shard.
+        team: who shares the heads.
     """
 
-    def __init__(self, builder: RankBuilder, plans: Plans, meeting: Meeting) -> None:
+    def __init__(self, builder: RankBuilder, plans: Plans, meeting: Meeting, team: Team) -> None:
         plans.deferred = True
         self._builder = builder
         self._plans = plans
         self._meeting = meeting
+        self._team = team
         self._ahead: dict[int, Held] = {}
         self._built: tuple[tuple[int, ...], int, Placement, Rank] | None = None
         self.plan = 0
@@ -52,7 +55,8 @@ class Holding:
         gone = set(range(placement.num_ranks)) - set(members)
         placement = placement.without(gone) if gone else placement
         old = None if built is None else (built[3], built[2])
-        rank = self._builder.build(members, placement, self._meeting, old, ahead)
+        alone = not self._team.whole(members)
+        rank = self._builder.build(members, placement, self._meeting, old, ahead, alone)
         if built is not None:
             event(log, "experts_placed", members=",".join(map(str, members)), plan=plan)
         self._built, self.plan = (members, plan, placement, rank), plan

@@ -35,6 +35,7 @@ from pdmesh.model.parallel.plans import Plan, Plans
 from pdmesh.model.parallel.rank import Rank
 from pdmesh.model.parallel.schedule import choose_mode, plan_schedule
 from pdmesh.model.parallel.step import RankBatch, begin, first_rows, mtp_rows, walk
+from pdmesh.model.parallel.team import Rows, Team
 from pdmesh.model.parallel.virtual import Settings
 from pdmesh.wire.errors import Unavailable, WorkerLost
 from pdmesh.wire.logs import event
@@ -60,8 +61,8 @@ class _Call:
     """The last layer that ``on_layer`` was told of: a step computed again tells it once only."""
 
     @property
-    def over(self) -> bool:
-        return self.result is not None or self.error is not None
+    def rows(self) -> Rows:
+        return Rows(self.batch, self.latents, self.form, self.previous)
 
 
 class Member:
@@ -75,6 +76,7 @@ class Member:
         settings: how the ranks compute; the same on all of them.
         digest: of what else has to be the same everywhere, such as the page format.
         source: where routed experts are read from; by default the model, which has them all.
+        tp: consecutive ranks that share a batch; the first of them is called, the others follow.
 
     Raises:
         ConfigError: the group does not fit the model.
@@ -89,6 +91,7 @@ class Member:
         digest: str = "",
         rule: BalanceRule | None = None,
         source: ExpertSource | None = None,
+        tp: int = 1,
     ) -> None:
         self.place = place
         self.settings = settings
@@ -97,12 +100,13 @@ class Member:
         self.repeated = 0
         """Of them, those that ended with the loss of a rank."""
         self._model = model
-        groups = Groups(len(place.addresses))
+        groups = Groups(len(place.addresses), tp, ranks_per_host=len(place.addresses))
         self._builder = RankBuilder(model, groups, settings.arithmetic, settings.wire, source)
         first = self._builder.placement(placement)
         self._plans = Plans(place.rank, groups.ep, first, rule)
         self._meeting = Meeting(place, self._plans, digest)
-        self._holding = Holding(self._builder, self._plans, self._meeting)
+        self._team = Team(groups, self._meeting, self._meeting.losses)
+        self._holding = Holding(self._builder, self._plans, self._meeting, self._team)
         self._calls: list[_Call] = []
         self._thread = threading.Thread(target=self._run, name="ep-steps", daemon=True)
         self._ended: Future[None] = Future()
@@ -125,6 +129,7 @@ class Member:
 
         Raises:
             Unavailable: the group has been left.
+            ValueError: this rank follows another, which is the one to call.
         """
         return self._call(_Call("forward", batch, latents, form, on_layer=on_layer))
 
@@ -147,6 +152,8 @@ class Member:
         return self._model.mtp_logits(hidden)
 
     def _call(self, call: _Call) -> Tensor:
+        if not self._team.leads:
+            raise ValueError(f"rank {self.place.rank} follows rank {self._team.ranks[0]}")
         with self._meeting.changed:
             if self._meeting.closed:
                 raise Unavailable("this rank has left its expert-parallel group")
@@ -246,13 +253,17 @@ class Member:
         except WorkerLost as lost:
             self.repeated += 1
             self._meeting.owe()
+            if call is not None:
+                self._team.failed(call.rows)
             event(log, "step_ended_early", logging.WARNING, step=agreed.step, reason=lost)
             return
         except Exception as error:  # noqa: BLE001 - it is raised where the call was made
             self._meeting.owe()
-            if call is None:
-                raise
-            call.error = error
+            if call is not None:
+                self._team.failed(call.rows)
+                call.error = error
+            elif self._team.leads or not isinstance(error, ValueError):
+                raise  # else it is about the leader's rows, and the leader's call fails by it
         else:
             if call is not None:
                 call.result = result
@@ -269,15 +280,22 @@ class Member:
         mode = choose_mode(self.settings.mode, agreed.most_rows, self.settings.threshold)
         schedule = plan_schedule([(n, self._builder.routed(n)) for n in numbers], mode)
         item: RankBatch | None = None
-        rows: Tensor | None = None
+        first: Tensor | None = None
+        rows = None if call is None else call.rows
         if call is not None:
-            item = RankBatch(call.batch, (call.latents,), call.form, _once(call))
-            if call.previous is None:
-                rows = first_rows(model, item)
+            model.check_pool(call.latents)
+        rows = self._team.share(agreed.step, agreed.members, rows)
+        if rows is not None:
+            tell = None if call is None else _once(call)
+            item = RankBatch(rows.batch, (rows.latents,), rows.form, tell)
+            if rows.previous is None:
+                first = first_rows(model, item)
             else:
-                rows = mtp_rows(model, item, call.previous)
-        work = begin(model, agreed.step, mode, item, rows, first_key=0 if main else 1)
+                first = mtp_rows(model, item, rows.previous)
+        work = begin(model, agreed.step, mode, item, first, first_key=0 if main else 1)
         result = walk(rank, schedule, work)
+        if rows is not None and self._team.whole(agreed.members):
+            self._team.computed(rows, numbers)
         if self.steps % LOAD_STEPS == 0:
             self._balance(agreed, rank)
         return None if call is None else result
