@@ -275,7 +275,11 @@ class Crew:
     def _give_up(self, child: Child, how: str, words: str) -> None:
         child.given_up = True
         reason = f"{child.spec.name} ended {len(child.deaths)} times ({how}); it said last: {words}"
-        peers = [c for c in self.children if c.spec.role == child.spec.role and not c.given_up]
+        peers = [
+            c
+            for c in self.children
+            if c.spec.role == child.spec.role and not (c.given_up or c.spec.follows)
+        ]
         if not peers:
             raise Unavailable(f"{reason}; its log is {child.log}")
         say(f"  {child.spec.name:<12} given up: {reason}")
@@ -291,6 +295,10 @@ class Crew:
             if child.spec.role == "router":
                 if await _serving(child.address):
                     self._on_ready(child, child.address)
+                continue
+            if child.spec.follows:
+                if child.following:
+                    self._on_ready(child, self._places[child.spec.name].own)
                 continue
             member = members.get(child.spec.name)
             if member and member.state == "ready" and member.record.instance != child.replaced:

@@ -22,6 +22,11 @@ class RankPlace:
     addresses: tuple[str, ...]
 
     @property
+    def own(self) -> str:
+        """Where this rank listens."""
+        return self.addresses[self.rank]
+
+    @property
     def arguments(self) -> tuple[str, ...]:
         """For ``pdmesh serve``."""
         return ("--ep-rank", str(self.rank), "--ep-ranks", ",".join(self.addresses))
@@ -113,6 +118,22 @@ def parse_addresses(text: str) -> tuple[str, ...]:
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"--ep-ranks names {part!r}; it must be HOST:PORT,HOST:PORT,...")
     return parts
+
+
+def check_hosts(addresses: Sequence[str], tp: int) -> None:
+    """The ranks of a TP group, `tp` consecutive ones, are on one host.
+
+    Raises:
+        ConfigError: those of one are not.
+    """
+    for first in range(0, len(addresses), tp):
+        hosts = [address.rpartition(":")[0] for address in addresses[first : first + tp]]
+        if len(set(hosts)) > 1:
+            raise ConfigError(
+                f"ranks {first} to {first + len(hosts) - 1} are to share attention heads and are "
+                f"on several hosts: {', '.join(dict.fromkeys(hosts))}; ranks that --tp groups must "
+                "be on one host"
+            )
 
 
 def check_rank(rank: int | None, addresses: Sequence[str]) -> int:

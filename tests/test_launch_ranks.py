@@ -5,6 +5,7 @@ import pytest
 from pdmesh.launch.checks import check_together
 from pdmesh.launch.processes import worker_spec
 from pdmesh.launch.ranks import (
+    check_hosts,
     check_rank,
     group_sizes,
     more_places,
@@ -130,3 +131,37 @@ def test_a_host_that_is_not_this_one_has_no_port_for_ranks():
     topology = whole_groups(asked(ep=2)).changed("mesh", "--host", host="203.0.113.1")
     with pytest.raises(ConfigError, match=r"free on 203\.0\.113\.1, 2 are needed"):
         rank_places(topology).__enter__()
+
+
+def test_the_first_of_the_ranks_that_share_heads_leads_and_the_others_follow(tmp_path):
+    topology = whole_groups(asked(ep=4, tp=2))
+    check_together(topology)
+    with rank_places(topology) as places:
+        specs = [
+            worker_spec(topology, "decode", name, tmp_path, 0, places[name])
+            for name in sorted(places)
+        ]
+    assert [spec.follows for spec in specs] == [False, True, False, True]
+    at = specs[1].arguments.index("--tp")
+    assert specs[1].arguments[at + 1] == "2"
+    assert not worker_spec(topology, "prefill", "p", tmp_path, 0).follows
+
+
+@pytest.mark.parametrize(
+    ("ep", "tp", "sentence"),
+    [
+        (4, 3, "4 workers that share experts make no groups of 3 .* EP = DP x TP; .* tp = 1, 2, 4"),
+        (1, 2, "1 workers that share experts make no groups of 2"),
+        (32, 16, "16 workers cannot share 8 attention heads evenly"),
+    ],
+)
+def test_groups_of_heads_that_cannot_be_are_refused_with_what_can(ep, tp, sentence):
+    with pytest.raises(ConfigError, match=f"--decode-ep: {sentence}"):
+        check_together(asked(ep=ep, tp=tp))
+
+
+def test_ranks_that_share_heads_are_on_one_host():
+    check_hosts(("a:1", "a:2", "b:1", "b:2"), 2)
+    check_hosts(("a:1", "b:1"), 1)
+    with pytest.raises(ConfigError, match=r"ranks 2 to 3 .* several hosts: b, c; .* on one host"):
+        check_hosts(("a:1", "a:2", "b:1", "c:2"), 2)

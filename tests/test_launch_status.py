@@ -93,4 +93,5 @@ def test_json_has_the_place_of_each_worker_that_has_one():
         "sent_bytes": 70,
         "plan": 0,
         "virtual": False,
+        "heads": [],
     }

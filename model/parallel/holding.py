@@ -12,6 +12,7 @@ from pdmesh.model.parallel.placement import Placement
 from pdmesh.model.parallel.plans import Plans
 from pdmesh.model.parallel.rank import Rank
 from pdmesh.model.parallel.team import Team
+from pdmesh.model.parallel.timeline import TimedTransport, Timeline
 from pdmesh.wire.logs import event
 
 log = logging.getLogger(__name__)
@@ -26,13 +27,22 @@ class Holding:
         plans: which the rank knows; those that it has not read yet count as unknown.
         meeting: whose lock guards the plans, and the transport of the shard.
         team: who shares the heads.
+        timeline: records the shard's waits for other ranks.
     """
 
-    def __init__(self, builder: RankBuilder, plans: Plans, meeting: Meeting, team: Team) -> None:
+    def __init__(
+        self,
+        builder: RankBuilder,
+        plans: Plans,
+        meeting: Meeting,
+        team: Team,
+        timeline: Timeline | None = None,
+    ) -> None:
         plans.deferred = True
         self._builder = builder
         self._plans = plans
         self._meeting = meeting
+        self._transport = meeting if timeline is None else TimedTransport(meeting, timeline)
         self._team = team
         self._ahead: dict[int, Held] = {}
         self._built: tuple[tuple[int, ...], int, Placement, Rank] | None = None
@@ -56,7 +66,7 @@ class Holding:
         placement = placement.without(gone) if gone else placement
         old = None if built is None else (built[3], built[2])
         alone = not self._team.whole(members)
-        rank = self._builder.build(members, placement, self._meeting, old, ahead, alone)
+        rank = self._builder.build(members, placement, self._transport, old, ahead, alone)
         if built is not None:
             event(log, "experts_placed", members=",".join(map(str, members)), plan=plan)
         self._built, self.plan = (members, plan, placement, rank), plan

@@ -36,6 +36,7 @@ from pdmesh.model.parallel.rank import Rank
 from pdmesh.model.parallel.schedule import choose_mode, plan_schedule
 from pdmesh.model.parallel.step import RankBatch, begin, first_rows, mtp_rows, walk
 from pdmesh.model.parallel.team import Rows, Team
+from pdmesh.model.parallel.timeline import Timeline
 from pdmesh.model.parallel.virtual import Settings
 from pdmesh.wire.errors import Unavailable, WorkerLost
 from pdmesh.wire.logs import event
@@ -77,6 +78,7 @@ class Member:
         digest: of what else has to be the same everywhere, such as the page format.
         source: where routed experts are read from; by default the model, which has them all.
         tp: consecutive ranks that share a batch; the first of them is called, the others follow.
+        timeline: records this rank's stages, and its waits for other ranks.
 
     Raises:
         ConfigError: the group does not fit the model.
@@ -92,6 +94,7 @@ class Member:
         rule: BalanceRule | None = None,
         source: ExpertSource | None = None,
         tp: int = 1,
+        timeline: Timeline | None = None,
     ) -> None:
         self.place = place
         self.settings = settings
@@ -106,7 +109,8 @@ class Member:
         self._plans = Plans(place.rank, groups.ep, first, rule)
         self._meeting = Meeting(place, self._plans, digest)
         self._team = Team(groups, self._meeting, self._meeting.losses)
-        self._holding = Holding(self._builder, self._plans, self._meeting, self._team)
+        self._timeline = timeline
+        self._holding = Holding(self._builder, self._plans, self._meeting, self._team, timeline)
         self._calls: list[_Call] = []
         self._thread = threading.Thread(target=self._run, name="ep-steps", daemon=True)
         self._ended: Future[None] = Future()
@@ -206,6 +210,7 @@ class Member:
             repeated=self.repeated,
             sent_bytes=self._meeting.sent_bytes,
             plan=self.plan,
+            heads=tuple(self._team.ranks) if self._team.whole(self.members) else (),
         )
 
     async def ended(self) -> None:
@@ -293,7 +298,7 @@ class Member:
             else:
                 first = mtp_rows(model, item, rows.previous)
         work = begin(model, agreed.step, mode, item, first, first_key=0 if main else 1)
-        result = walk(rank, schedule, work)
+        result = walk(rank, schedule, work, self._timeline, self.place.rank)
         if rows is not None and self._team.whole(agreed.members):
             self._team.computed(rows, numbers)
         if self.steps % LOAD_STEPS == 0:
