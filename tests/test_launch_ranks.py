@@ -48,6 +48,9 @@ def test_a_worker_is_started_with_its_place(tmp_path):
     at = spec.arguments.index("--ep-rank")
     assert spec.arguments[at : at + 4] == place.arguments
     assert "--ep-rank" not in worker_spec(topology, "prefill", "p", tmp_path, 0).arguments
+    topology = topology.changed("decode", "a file", microbatch_rows=7)
+    arguments = worker_spec(topology, "decode", "decode-1", tmp_path, 0, place).arguments
+    assert arguments[arguments.index("--microbatch-rows") + 1] == "7"
 
 
 @pytest.mark.parametrize("ep", [3, 64])

@@ -173,16 +173,16 @@ async def test_a_rolling_restart_of_ranks_fails_no_answer(mesh, prompts):
     if mesh.sizes["decode"] < 2:
         pytest.skip("one decode rank")
     await together(mesh)
-    before = await all_at_once(mesh, prompts, "old", max_tokens=60)
+    before = await all_at_once(mesh, prompts, "old", max_tokens=30)
     pids = mesh.pids()
-    asking = asyncio.ensure_future(all_at_once(mesh, prompts, "renewed", max_tokens=60))
+    asking = asyncio.ensure_future(all_at_once(mesh, prompts, "renewed", max_tokens=30))
     await pdmesh(mesh, "restart", "decode-0", "decode-1")
     during = await asyncio.wait_for(asking, 240)
     assert [a.token_ids for a in during] == [a.token_ids for a in before]
     renewed = {name for name, pid in mesh.pids().items() if pids[name] != pid}
     assert renewed == {"decode-0", "decode-1"}
     await together(mesh)
-    after = await all_at_once(mesh, prompts, "new", max_tokens=60)
+    after = await all_at_once(mesh, prompts, "new", max_tokens=30)
     assert [a.token_ids for a in after] == [a.token_ids for a in before]
     assert await mesh.problems(patience=60) == []
 

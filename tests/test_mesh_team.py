@@ -18,7 +18,6 @@ from pdmesh.model.reference import generate_reference
 __all__ = ["model", "prompts"]  # fixtures
 
 SMALL = ("--decode-ep", "2", "--decode-tp", "2")
-FURTHER = ("decode-2", "prefill-1")
 LARGE = ("--prefill-ep", "2", "--prefill-tp", "2", "--decode-ep", "4", "--decode-tp", "2")
 
 
@@ -92,9 +91,8 @@ async def test_an_answer_that_moves_takes_its_pages_to_other_followers(mesh, pro
     assert moved.timing.migrations == 1
 
 
-@pytest.mark.parametrize(
-    "victim", ["decode-1", *(pytest.param(n, marks=pytest.mark.full) for n in FURTHER)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["decode-1", "decode-2", "prefill-1"])
 async def test_a_killed_rank_costs_no_answer_and_comes_back(mesh, prompts, expected, victim):
     if victim != "decode-1":
         large(mesh)
