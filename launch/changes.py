@@ -141,6 +141,13 @@ class Changes:
 
     async def _renew(self, role: WorkerRole, old: Child) -> None:
         """Another process in the place of one that shares its experts."""
+        others = [
+            child
+            for child in self._crew.workers().values()
+            if child.spec.role == role and not child.spec.follows and child is not old
+        ]
+        if not others and not old.spec.follows:
+            self._tell(f"no other {role} worker: new requests fail until {old.spec.name} is back")
         await self._retire(old)
         new = self._add(role, old.spec.name, old.replaced)
         await self._crew.until_ready(new, keep=True)

@@ -10,6 +10,10 @@ import torch
 from model_cases import one_slice, tiny_model, tokens_of
 from parallel_rig import a_step, later_rows, same, skewed_model, wide_model
 from test_parallel_member import a_member, free_addresses, together
+from test_parallel_random import PAGE, Talk
+from test_parallel_random import pool as talk_pool
+from test_parallel_runners import DRAFTS, PROMPTS, prompts_of, right
+from test_parallel_runners import Group as RunnerGroup
 
 from pdmesh.model.batch import Batch, SequenceSlice
 from pdmesh.model.parallel.groups import Groups
@@ -199,6 +203,69 @@ def test_rows_that_cannot_be_computed_fail_their_call_and_nothing_else():
         check(members, 2, step)
         with pytest.raises(ValueError, match="rank 1 follows rank 0"):
             members[1].forward(item.batch, item.latents[0], item.form)
+
+
+class Called:
+    """A rank as the code of a worker has it, with pages."""
+
+    def __init__(self, model, member):
+        self.new_latents, self.config = model.new_latents, model.config
+        self.forward, self.mtp_forward = member.forward, member.mtp_forward
+        self.logits, self.mtp_logits = member.logits, member.mtp_logits
+
+
+@pytest.mark.parametrize("lost", [None, 3])
+def test_runners_of_all_groups_give_the_answers_of_one_process_drafts_and_all(lost):
+    """Prompts, then tokens with one draft, two, and none; a follower may be lost on the way."""
+    model = skewed_model()
+    with group(model, 8, 2) as members:
+        served = [
+            RunnerGroup(Called(model, members[2 * dp]), prompts_of(dp), DRAFTS[dp])
+            if PROMPTS[dp]
+            else None
+            for dp in range(4)
+        ]
+        if lost is not None:
+            dies_at(members[lost], 9)
+        right(together([None if one is None else one.serve for one in served]))
+        there = {member.members for member in members if member.place.rank != lost}
+        assert there == {tuple(rank for rank in range(8) if rank != lost)}
+
+
+def dies_at(member, number):
+    """Leaves the group at the begin of its step of this number."""
+    team, steps = member._team, iter(range(10_000))
+    share = team.share
+
+    def shared(*args):
+        if next(steps) == number:
+            member._meeting.close()
+        return share(*args)
+
+    team.share = shared
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_steps_of_chunks_drafts_and_trees_over_shared_heads_give_the_same_bits(seed):
+    rng, model = random.Random(seed), wide_model()
+    talks = [[Talk(rng, dp, i) for i in range(rng.choice([1, 2, 5]))] for dp in range(2)]
+    pools = [[talk_pool(model, len(some)) for _ in range(2)] for some in talks]
+    mode = rng.choice(["dispatch_overlap", "microbatch"])
+    with group(model, 4, 2, settings=Settings(mode=mode)) as members:
+        for _ in range(6):
+            calls, expected = [], []
+            for member, some, (mine, plain) in zip(members[::2], talks, pools, strict=True):
+                found = [rows for talk in some if (rows := talk.rows()) is not None]
+                if not found:
+                    calls.append(None)
+                    expected.append(None)
+                    continue
+                batch = Batch.build([item for item, _ in found], [t for _, t in found], PAGE)
+                calls.append(lambda m=member, b=batch, p=mine: m.forward(b, p, "absorbed"))
+                expected.append(model(batch, plain, "absorbed"))
+            same(together(calls), expected)
+            for mine, plain in pools:
+                assert torch.equal(mine.nan_to_num(), plain.nan_to_num())
 
 
 def test_groups_that_cannot_be_are_refused():
