@@ -21,11 +21,13 @@ from pdmesh.model.weights import load_model
 from pdmesh.wire.errors import PdmeshError
 
 NEW_TOKENS = 12
-SIZES = [(2, 2), pytest.param((2, 4), marks=pytest.mark.full)]
-SIZES += [
-    pytest.param((1, 8), marks=pytest.mark.full),
-    pytest.param((4, 1), marks=pytest.mark.full),
-]
+FURTHER = [(2, 2, 1), (2, 4, 1), (1, 8, 1), (4, 1, 1)]
+SIZES = [(2, 2, 2), *(pytest.param(size, marks=pytest.mark.full) for size in FURTHER)]
+"""Prefill EP, decode EP, prefill TP."""
+
+
+def named(size):
+    return f"prefill-ep{size[0]}-tp{size[2]}-decode-ep{size[1]}"
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +53,16 @@ def expected(model, prompts):
     return [generate_reference(model, p, NEW_TOKENS, arithmetic="exact") for p in prompts]
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=lambda s: f"prefill-ep{s[0]}-decode-ep{s[1]}")
+@pytest.fixture(scope="module", params=SIZES, ids=named)
 def mesh(request):
-    prefill, decode = request.param
+    prefill, decode, tp = request.param
     flags = ["--prefill-ep", str(prefill), "--decode-ep", str(decode), "--arithmetic", "exact"]
+    flags += ["--prefill-tp", str(tp)]
     copies = 2 * decode if decode > 1 else 0
     topology = f"[decode]\nredundant_experts = {copies}\n"
     with meshes.running_mesh(*flags, topology=topology) as running:
-        running.workers = prefill + max(decode, 2 if decode == 1 else 0)
+        running.workers = prefill // tp + max(decode, 2 if decode == 1 else 0)
+        running.heads = tuple(range(tp)) if tp > 1 else ()
         running.sizes = {"prefill": prefill, "decode": decode}
         yield running
 
@@ -99,6 +103,7 @@ async def test_tokens_are_those_of_one_process_cold_and_warm_alone_and_together(
             assert status.ranks.size == size
             assert status.ranks.members == tuple(range(size))
             assert status.ranks.sent_bytes > 0
+            assert status.ranks.heads == (mesh.heads if status.role == "prefill" else ())
         else:
             assert status.ranks is None
     assert await mesh.problems() == []
@@ -169,6 +174,7 @@ async def test_a_rank_that_stands_still_is_left_out_and_comes_back(mesh, prompts
     assert await mesh.problems(patience=60) == []
 
 
+@pytest.mark.full
 async def test_a_rolling_restart_of_ranks_fails_no_answer(mesh, prompts):
     if mesh.sizes["decode"] < 2:
         pytest.skip("one decode rank")

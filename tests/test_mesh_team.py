@@ -17,6 +17,8 @@ from pdmesh.model.reference import generate_reference
 
 __all__ = ["model", "prompts"]  # fixtures
 
+pytestmark = pytest.mark.full  # test_mesh_parallel.py has a prefill worker that is followed
+
 SMALL = ("--decode-ep", "2", "--decode-tp", "2")
 LARGE = ("--prefill-ep", "2", "--prefill-tp", "2", "--decode-ep", "4", "--decode-tp", "2")
 
@@ -29,7 +31,7 @@ def expected(model, prompts):
 
 @pytest.fixture(
     scope="module",
-    params=[SMALL, pytest.param(LARGE, marks=pytest.mark.full)],
+    params=[SMALL, LARGE],
     ids=["one-decode-worker", "two-decode-workers"],
 )
 def mesh(request):
@@ -91,7 +93,6 @@ async def test_an_answer_that_moves_takes_its_pages_to_other_followers(mesh, pro
     assert moved.timing.migrations == 1
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("victim", ["decode-1", "decode-2", "prefill-1"])
 async def test_a_killed_rank_costs_no_answer_and_comes_back(mesh, prompts, expected, victim):
     if victim != "decode-1":
@@ -108,7 +109,6 @@ async def test_a_killed_rank_costs_no_answer_and_comes_back(mesh, prompts, expec
     assert await mesh.problems(patience=60) == []
 
 
-@pytest.mark.full
 async def test_a_follower_that_stands_still_is_done_without(mesh, prompts, expected):
     large(mesh)
     await all_share(mesh)
@@ -123,7 +123,6 @@ async def test_a_follower_that_stands_still_is_done_without(mesh, prompts, expec
     assert await mesh.problems(patience=60) == []
 
 
-@pytest.mark.full
 async def test_a_rolling_restart_renews_followers_too(mesh, prompts, expected):
     large(mesh)
     await all_share(mesh)
