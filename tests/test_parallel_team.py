@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from model_cases import one_slice, tiny_model, tokens_of
-from parallel_rig import a_step, later_rows, same, skewed_model, wide_model
+from parallel_rig import WIDE, a_step, later_rows, same, skewed_model, wide_model
 from test_parallel_member import a_member, free_addresses, together
 from test_parallel_random import PAGE, Talk
 from test_parallel_random import pool as talk_pool
@@ -70,18 +70,51 @@ def test_groups_of_ranks_that_share_heads_give_what_one_process_gives(ep, tp, mo
         assert all(member._holding._built[3].tensor_parallel is not None for member in members)
 
 
+@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None}, {"attention_bias": True}])
+@pytest.mark.parametrize("arithmetic", ["exact", "fast"])
+def test_a_rank_that_follows_frees_the_heads_of_others_and_computes_the_same(changes, arithmetic):
+    def made():
+        return tiny_model(4, **(WIDE | changes))
+
+    def weights(model):
+        return sum(p.numel() for b in model.blocks() for p in b.self_attn.parameters())
+
+    whole, settings = made(), Settings(arithmetic, mode="no_overlap")
+    step, addresses = a_step(whole, 2, 1, (6, 9)), free_addresses(4)
+    models = [made() for _ in range(4)]
+    members = [a_member(models[r], r, addresses, tp=2, settings=settings) for r in range(4)]
+    for rank in (1, 3):
+        members[rank].keep_heads()
+        held = sum(
+            p.numel()
+            for layer in members[rank]._builder._layers(1)
+            for p in (*layer.attention.k_b_proj, *layer.attention.v_b_proj)
+        )
+        freed = weights(whole) - weights(models[rank])
+        assert freed >= 2 * held
+    try:
+        together([member.start for member in members])
+        check(members, 2, step, same if arithmetic == "exact" else close)
+        members[2].close()  # its follower goes on as the home of experts
+        check(members[:2], 2, step, same if arithmetic == "exact" else close)
+    finally:
+        for member in members:
+            member.close()
+
+
 def test_sixteen_bit_weights_are_exact_too():
     model = tiny_model(3).bfloat16()
     with group(model, 4, 2) as members:
         check(members, 2, a_step(model, 2, 1, (7, 3)))
 
 
-def test_partial_sums_of_fast_arithmetic_agree_within_rounding():
-    def close(found, expected):
-        for got, wanted in zip(found, expected, strict=True):
-            if wanted is not None:
-                torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+def close(found, expected):
+    for got, wanted in zip(found, expected, strict=True):
+        if wanted is not None:
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
+
+def test_partial_sums_of_fast_arithmetic_agree_within_rounding():
     model = wide_model()
     with group(model, 4, 2, settings=Settings("fast", mode="auto", threshold=4)) as members:
         check(members, 2, a_step(model, 2, 1, (7, 3)), close)

@@ -18,7 +18,7 @@ from pdmesh.model.parallel.payload import WireFormat
 from pdmesh.model.parallel.placement import Placement
 from pdmesh.model.parallel.rank import Rank
 from pdmesh.model.parallel.replicas import ReplicaTable
-from pdmesh.model.parallel.shards import LayerShard, expert_shard, layer_shard
+from pdmesh.model.parallel.shards import LayerShard, expert_shard, keep_heads, layer_shard
 from pdmesh.model.parallel.tensor import TensorParallel
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Arithmetic
@@ -71,6 +71,16 @@ class RankBuilder:
             blocks = self._model.blocks()
             self._shards[tp] = [layer_shard(b, config, heads, self._arithmetic) for b in blocks]
         return self._shards[tp]
+
+    def keep_heads(self, rank: int) -> None:
+        """Frees the attention heads of the model that `rank` does not share.
+
+        It computes no rows by itself from then on, and nobody else can use the model.
+        """
+        tp = self._groups.coordinates(rank).tp
+        for block, shard in zip(self._model.blocks(), self._layers(tp), strict=True):
+            keep_heads(block, shard)
+        self._shards[None] = self._layers(tp)  # alone it has no row
 
     def routed(self, layer: int) -> bool:
         """Whether a layer has routed experts."""

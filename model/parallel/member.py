@@ -184,6 +184,11 @@ class Member:
         self._thread.start()
         threading.Thread(target=self._holding.run, name="ep-experts", daemon=True).start()
 
+    def keep_heads(self) -> None:
+        """Before `start`: frees the heads of the model that this rank, a follower, lacks."""
+        assert not self._team.leads
+        self._builder.keep_heads(self.place.rank)
+
     def close(self) -> None:
         """Leaves the group; calls that wait fail. Idempotent."""
         self._meeting.close()

@@ -88,6 +88,8 @@ async def join_ranks(
     digest = f"{fmt.fingerprint().hex()} {ranks.redundant} {ranks.tp} {ranks.microbatch_rows}"
     source = None if ranks.path is None else StoredExperts(ranks.path, model)
     member = Member(model, place, placement, settings, digest, rule, source, ranks.tp)
+    if ranks.follows:
+        member.keep_heads()
     await asyncio.to_thread(member.start, within_s)
     return member, member
 

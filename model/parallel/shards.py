@@ -98,6 +98,28 @@ def layer_shard(
     )
 
 
+def keep_heads(block: Block, shard: LayerShard) -> None:
+    """Frees the heads of `block` that `shard` lacks, which then has its own weights.
+
+    The block cannot compute any more.
+    """
+    whole, own = block.self_attn, shard.attention
+    if own is whole:
+        return
+    queries = "q_proj" if whole.q_rank is None else "q_b_proj"
+    _move(getattr(whole, queries), getattr(own, queries), "weight")
+    for name in ("k_b_proj", "v_b_proj"):
+        _move(whole, own, name)
+    if shard.o_weight.data_ptr() != whole.o_proj.weight.data_ptr():  # columns of their own
+        whole.o_proj.weight = _frozen(whole.o_proj.weight[:0].clone())
+
+
+def _move(whole: nn.Module, own: nn.Module, name: str) -> None:
+    """A part of a weight to its own memory, and the rest of it out of memory."""
+    setattr(own, name, _frozen(getattr(own, name).clone()))
+    setattr(whole, name, _frozen(getattr(whole, name)[:0].clone()))
+
+
 def expert_shard(
     read: Callable[[Sequence[int]], Experts], wanted: Sequence[int], old: Mapping[int, Experts]
 ) -> Experts:
