@@ -27,7 +27,7 @@ from pdmesh.kvtransfer.receiver import TransferReceiver
 from pdmesh.kvtransfer.sender import TransferSender
 from pdmesh.kvtransfer.transports import make_dialers, make_listeners, make_page_transports
 from pdmesh.model.deepseek import DeepseekV3
-from pdmesh.model.parallel.serving import Ranks, computing, join_ranks, rank_status
+from pdmesh.model.parallel.serving import Ranks, computing, follow, join_ranks, rank_status
 from pdmesh.model.served import load_served_model, served_grammars
 from pdmesh.registry.draining import Life, Workload, counted
 from pdmesh.registry.host import Binding, host_worker
@@ -63,6 +63,21 @@ async def serve_decode(config: DecodeConfig) -> None:
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
     model, fmt = _load(config)
+    ranks = Ranks(
+        config.ep_rank,
+        config.ep_ranks,
+        f"{config.mesh}/decode",
+        2 * config.lease_ttl_s,
+        config.redundant_experts,
+        config.rebalance,
+        config.virtual_ranks,
+        config.tp,
+        config.model_path if len(config.ep_ranks) > 1 else None,
+        config.microbatch_rows,
+    )
+    if ranks.follows:
+        await follow(model, fmt, ranks, config.worker_id)
+        return
     store = LatentStore(
         config.pages,
         fmt.num_layers,
@@ -88,15 +103,6 @@ async def serve_decode(config: DecodeConfig) -> None:
     receiver = TransferReceiver(store, listeners)
     receiver.start()
     scheduler: DecodeScheduler[DecodeSequence] = DecodeScheduler(config.max_batch)
-    ranks = Ranks(
-        config.ep_rank,
-        config.ep_ranks,
-        f"{config.mesh}/decode",
-        2 * config.lease_ttl_s,
-        config.redundant_experts,
-        config.rebalance,
-        config.virtual_ranks,
-    )
     called, rank = await join_ranks(model, fmt, ranks)
     runner = DecodeRunner(called, store, fmt.page_size, config.draft_tokens)
     sender = TransferSender(fmt, make_dialers(config.transports, store), store)
@@ -222,6 +228,7 @@ def _load(config: DecodeConfig) -> tuple[DeepseekV3, PageFormat]:
         page_size=config.page_size,
         arithmetic=config.arithmetic,
         progress=loading.progress,
+        experts=len(config.ep_ranks) < 2,
     )
     loading.loaded()
     return loaded

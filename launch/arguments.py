@@ -127,6 +127,7 @@ _DRAFTS = "MTP drafts a step and sequence: 0 to 4, or auto: as many as pay off (
 
 _TRANSPORTS = "ways that pages may go, best first: shm, tcp, nixl (default: shm,tcp)"
 _EP = "{} workers that share the routed experts; 1: each has them all (default: 1)"
+_TP = "of them, {} workers that share a batch's attention heads (default: 1)"
 _VIRTUAL = "ranks in the process of each {} worker, to try a large group (default: 1)"
 _DRAIN = "seconds that a worker told to end may take to finish what it has (default: 30)"
 
@@ -185,6 +186,8 @@ def _add_up(up: argparse.ArgumentParser) -> None:
     up.add_argument("--decode", type=int, metavar="N", help="decode workers (default: 2)")
     up.add_argument("--prefill-ep", type=int, metavar="N", help=_EP.format("prefill"))
     up.add_argument("--decode-ep", type=int, metavar="N", help=_EP.format("decode"))
+    up.add_argument("--prefill-tp", type=int, metavar="N", help=_TP.format("prefill"))
+    up.add_argument("--decode-tp", type=int, metavar="N", help=_TP.format("decode"))
     for role in ("prefill", "decode"):
         flag = f"--{role}-virtual-ranks"
         up.add_argument(flag, type=int, metavar="N", help=_VIRTUAL.format(role))
@@ -267,11 +270,15 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR")
     serve.add_argument("--ep-ranks", metavar="LIST", help="workers: HOST:PORT of each rank")
     serve.add_argument("--ep-rank", type=int, metavar="N", help="workers: which of them it is")
+    serve.add_argument("--tp", type=int, metavar="N", help=_TP.format("consecutive"))
     serve.add_argument(
         "--redundant-experts", type=int, metavar="N", help="workers: copies of experts besides"
     )
     serve.add_argument(
         "--no-rebalance", action="store_true", help="workers: shared experts stay where they are"
+    )
+    serve.add_argument(
+        "--microbatch-rows", type=int, metavar="N", help="workers: two microbatches from N rows on"
     )
     serve.add_argument("--virtual-ranks", type=int, metavar="N", help=_VIRTUAL.format("such"))
     serve.add_argument("--pages", type=int, help="workers: pages of KV memory")

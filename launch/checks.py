@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pdmesh.launch.ports import refusal
-from pdmesh.launch.topology import Topology
+from pdmesh.launch.topology import DecodeSection, PrefillSection, Topology
 from pdmesh.wire.errors import ConfigError
 
 _ANYWHERE = ("0.0.0.0", "::", "[::]")
@@ -114,12 +114,35 @@ def _check_experts(topology: Topology, config: Mapping[str, object]) -> None:
                     "ranks in one process are all of their group, and ep asks for a group of "
                     f"{section.ep} processes; ask for one of the two"
                 )
+        _check_heads(section, role, topology, config)
         asked = (("ep", section.ep, "workers"), ("virtual_ranks", section.virtual_ranks, "ranks"))
         for key, count, what in asked:
             if count == 1 or not config:
                 continue
             with topology.blamed(role, key):
                 _check_shares(topology, experts, copies, count, key, what)
+
+
+def _check_heads(
+    section: PrefillSection | DecodeSection,
+    role: str,
+    topology: Topology,
+    config: Mapping[str, object],
+) -> None:
+    heads = config.get("num_attention_heads")
+    with topology.blamed(role, "tp"):
+        if section.ep % section.tp:
+            fitting = [n for n in range(1, section.ep + 1) if section.ep % n == 0]
+            raise ConfigError(
+                f"{section.ep} workers that share experts make no groups of {section.tp} that "
+                "share attention heads: EP = DP x TP; ask for "
+                f"tp = {', '.join(map(str, fitting))}"
+            )
+        if isinstance(heads, int) and heads % section.tp:
+            raise ConfigError(
+                f"{section.tp} workers cannot share {heads} attention heads evenly; ask for a "
+                f"number that divides {heads}"
+            )
 
 
 def _check_shares(

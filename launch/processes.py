@@ -21,6 +21,7 @@ REDIS_VARIABLE = "PDMESH_REDIS"
 WorkerRole = Literal["prefill", "decode"]
 Role = Literal["router", "prefill", "decode"]
 _DRAINING = re.compile(r'event=draining .*left="([^"]+)"')
+_FOLLOWING = "event=following"
 _TENSORS = re.compile(r"^loading .*tensors=(\d+/\d+)")
 
 
@@ -32,6 +33,8 @@ class Spec:
     role: Role
     arguments: tuple[str, ...]
     threads: int
+    follows: bool = False
+    """Only computes with another worker: it has no request, and no place in the registry."""
 
 
 def threads_per_worker(topology: Topology, asked: int) -> int:
@@ -91,12 +94,15 @@ def worker_spec(
     if section.virtual_ranks > 1:
         ranks = (*ranks, "--virtual-ranks", str(section.virtual_ranks))
     arguments = ("--id", name, *sizes, *own, *ranks, *caching, *moving, *ending, *shared)
-    return Spec(name, role, arguments, threads)
+    follows = place is not None and place.rank % section.tp != 0
+    return Spec(name, role, arguments, threads, follows)
 
 
 def _expert_arguments(section: PrefillSection | DecodeSection) -> tuple[str, ...]:
     still = () if section.rebalance else ("--no-rebalance",)
-    return ("--redundant-experts", str(section.redundant_experts), *still)
+    heads = ("--tp", str(section.tp)) if section.tp > 1 else ()
+    overlap = ("--microbatch-rows", str(section.microbatch_rows))
+    return ("--redundant-experts", str(section.redundant_experts), *heads, *overlap, *still)
 
 
 def _prefill_arguments(topology: Topology) -> tuple[str, ...]:
@@ -215,6 +221,13 @@ class Child:
                 if found := _DRAINING.search(line):
                     return found[1]
         return ""
+
+    @property
+    def following(self) -> bool:
+        """Whether a process that only computes with another has said that it does."""
+        with contextlib.suppress(OSError):
+            return any(_FOLLOWING in line for line in self._last_lines())
+        return False
 
     def _last_lines(self) -> list[str]:
         with self.log.open("rb") as file:

@@ -16,7 +16,7 @@ from typing import Any
 from pdmesh.launch.checks import check_host, check_model, check_together
 from pdmesh.launch.join import check_joined, joined
 from pdmesh.launch.processes import REDIS_VARIABLE
-from pdmesh.launch.ranks import check_rank, parse_addresses
+from pdmesh.launch.ranks import check_hosts, check_rank, parse_addresses
 from pdmesh.launch.topology import Topology, cores, load_topology
 from pdmesh.registry.address import check_url
 from pdmesh.wire.errors import ConfigError
@@ -97,11 +97,14 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
         topology = topology.changed("decode", "--max-waiting", max_waiting=a.max_waiting)
     if a.role != "router":
         topology = topology.changed(a.role, "--ep-ranks", ep=_group_size(a))
+        topology = topology.changed(a.role, "--tp", tp=a.tp)
         topology = topology.changed(
             a.role, "--redundant-experts", redundant_experts=a.redundant_experts
         )
         still = False if a.no_rebalance else None
         topology = topology.changed(a.role, "--no-rebalance", rebalance=still)
+        rows = a.microbatch_rows
+        topology = topology.changed(a.role, "--microbatch-rows", microbatch_rows=rows)
         virtual = a.virtual_ranks
         topology = topology.changed(a.role, "--virtual-ranks", virtual_ranks=virtual)
     if topology.mesh.secret_file is None:
@@ -113,6 +116,7 @@ def _group_size(arguments: argparse.Namespace) -> int | None:
     """Ranks that are named; None if there are none."""
     ranks = parse_addresses(arguments.ep_ranks or "")
     check_rank(arguments.ep_rank, ranks)
+    check_hosts(ranks, arguments.tp or 1)
     return len(ranks) or None
 
 
@@ -178,8 +182,10 @@ def _prefill(
             drain_s=topology.mesh.drain_s,
             transports=topology.mesh.transports,
             metrics_port=section.metrics_port,
+            tp=section.tp,
             redundant_experts=section.redundant_experts,
             rebalance=section.rebalance,
+            microbatch_rows=section.microbatch_rows,
             virtual_ranks=section.virtual_ranks,
             **_ranks(arguments),
             **_shared(topology),
@@ -207,8 +213,10 @@ def _decode(
             drain_s=topology.mesh.drain_s,
             transports=topology.mesh.transports,
             metrics_port=section.metrics_port,
+            tp=section.tp,
             redundant_experts=section.redundant_experts,
             rebalance=section.rebalance,
+            microbatch_rows=section.microbatch_rows,
             virtual_ranks=section.virtual_ranks,
             **_ranks(arguments),
             **_shared(topology),

@@ -95,8 +95,10 @@ class PrefillSection:
     chunk_tokens: int = _number(512, 1, 1_000_000, "most tokens in one step, but at least a page")
     max_queue: int = _number(1024, 1, 1_000_000, "prompts that may wait")
     ep: int = _number(1, 1, 64, "workers that share the routed experts; 1: each has them all")
+    tp: int = _number(1, 1, 64, "of them, workers that share a batch's attention heads")
     redundant_experts: int = _number(0, 0, 4096, "copies of experts besides, among those workers")
     rebalance: bool = _plain(True, "place shared experts anew as the load changes")
+    microbatch_rows: int = _number(64, 1, 1_000_000, "rows from which on ranks overlap two halves")
     virtual_ranks: int = _number(1, 1, 1024, "ranks that share a worker's process; 1: it is one")
     metrics_port: int = _number(0, 0, 65535, "Prometheus endpoint of the first worker; 0: none")
 
@@ -118,8 +120,10 @@ class DecodeSection:
     park_mb: int = _number(1024, 0, 10_000_000, "host memory for pages of preempted sequences, MiB")
     max_waiting: int = _number(1024, 0, 1_000_000, "reservations that may wait for pages")
     ep: int = _number(1, 1, 64, "workers that share the routed experts; 1: each has them all")
+    tp: int = _number(1, 1, 64, "of them, workers that share a batch's attention heads")
     redundant_experts: int = _number(0, 0, 4096, "copies of experts besides, among those workers")
     rebalance: bool = _plain(True, "place shared experts anew as the load changes")
+    microbatch_rows: int = _number(64, 1, 1_000_000, "rows from which on ranks overlap two halves")
     virtual_ranks: int = _number(1, 1, 1024, "ranks that share a worker's process; 1: it is one")
     metrics_port: int = _number(0, 0, 65535, "Prometheus endpoint of the first worker; 0: none")
 

@@ -97,6 +97,8 @@ def _settings(arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("decode", "--decode", workers=a.decode)
     topology = topology.changed("prefill", "--prefill-ep", ep=a.prefill_ep)
     topology = topology.changed("decode", "--decode-ep", ep=a.decode_ep)
+    topology = topology.changed("prefill", "--prefill-tp", tp=a.prefill_tp)
+    topology = topology.changed("decode", "--decode-tp", tp=a.decode_tp)
     for role in ("prefill", "decode"):
         count = getattr(a, f"{role}_virtual_ranks")
         topology = topology.changed(role, f"--{role}-virtual-ranks", virtual_ranks=count)

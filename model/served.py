@@ -24,6 +24,7 @@ def load_served_model(
     page_size: int,
     arithmetic: Arithmetic,
     progress: Progress,
+    experts: bool = True,
 ) -> tuple[DeepseekV3, PageFormat]:
     """Loads a checkpoint and warns if rows vary on this processor.
 
@@ -35,12 +36,12 @@ def load_served_model(
         mtp: whether the MTP layer is loaded and its latents are kept.
         page_size: tokens a page.
         arithmetic: "fast" or "exact".
-        progress: as in `load_model`.
+        progress, experts: as in `load_model`.
 
     Raises:
         ConfigError: the checkpoint cannot be served.
     """
-    model = load_model(path, getattr(torch, dtype), torch.device(device), mtp, progress)
+    model = load_model(path, getattr(torch, dtype), torch.device(device), mtp, progress, experts)
     weights = fingerprint(path)
     check_rows(model)
     return model, page_format(model.config, name, weights, dtype, mtp, page_size, arithmetic)

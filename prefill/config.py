@@ -19,8 +19,10 @@ class PrefillConfig:
     tokens of one step, at least a page; ``max_queue`` how many prompts may wait; ``port`` 0 lets
     the system choose; ``metrics_port`` 0 means no Prometheus endpoint;
     ``ep_ranks`` the "host:port" of each rank of its expert-parallel group, empty if it computes
-    alone, and ``ep_rank`` which of them it is, ``redundant_experts`` copies of experts
-    besides, and ``rebalance`` whether experts are placed anew as the load changes;
+    alone, and ``ep_rank`` which of them it is, ``tp`` how many consecutive ones share a batch's
+    attention heads, of which the first has the requests, ``redundant_experts`` copies of experts
+    besides, and ``rebalance`` whether experts are placed anew as the load changes,
+    ``microbatch_rows`` the rows of the largest batch from which on they compute in two halves;
     ``virtual_ranks`` how many ranks compute in its own process, 1 unless a large group is to be
     tried out;
     ``pull_s`` how long a prompt may wait for cached pages of other workers, 0 for not at all;
@@ -57,6 +59,8 @@ class PrefillConfig:
     metrics_port: int = 0
     ep_rank: int = 0
     ep_ranks: tuple[str, ...] = ()
+    tp: int = 1
     redundant_experts: int = 0
     rebalance: bool = True
+    microbatch_rows: int = 64
     virtual_ranks: int = 1

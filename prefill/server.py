@@ -16,7 +16,7 @@ from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.pull_exchange import PrefixExchange
 from pdmesh.kvtransfer.transports import make_page_transports
 from pdmesh.model.deepseek import DeepseekV3
-from pdmesh.model.parallel.serving import Ranks, computing, join_ranks, rank_status
+from pdmesh.model.parallel.serving import Ranks, computing, follow, join_ranks, rank_status
 from pdmesh.model.served import load_served_model, served_grammars
 from pdmesh.prefill.config import PrefillConfig
 from pdmesh.prefill.facts import PrefillStepFacts
@@ -51,6 +51,21 @@ async def serve_prefill(config: PrefillConfig) -> None:
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
     model, fmt = _load(config)
+    ranks = Ranks(
+        config.ep_rank,
+        config.ep_ranks,
+        f"{config.mesh}/prefill",
+        2 * config.lease_ttl_s,
+        config.redundant_experts,
+        config.rebalance,
+        config.virtual_ranks,
+        config.tp,
+        config.model_path if len(config.ep_ranks) > 1 else None,
+        config.microbatch_rows,
+    )
+    if ranks.follows:
+        await follow(model, fmt, ranks, config.worker_id)
+        return
     store = LatentStore(
         config.pages,
         fmt.num_layers,
@@ -77,15 +92,6 @@ async def serve_prefill(config: PrefillConfig) -> None:
         model.config.max_position_embeddings,
         secret,
         served_grammars(config.model_path, vocab_size),
-    )
-    ranks = Ranks(
-        config.ep_rank,
-        config.ep_ranks,
-        f"{config.mesh}/prefill",
-        2 * config.lease_ttl_s,
-        config.redundant_experts,
-        config.rebalance,
-        config.virtual_ranks,
     )
     called, rank = await join_ranks(model, fmt, ranks)
     sender = page_sender(fmt, store, config.transports)
@@ -212,6 +218,7 @@ def _load(config: PrefillConfig) -> tuple[DeepseekV3, PageFormat]:
         page_size=config.page_size,
         arithmetic=config.arithmetic,
         progress=loading.progress,
+        experts=len(config.ep_ranks) < 2,
     )
     loading.loaded()
     return loaded

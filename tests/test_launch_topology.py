@@ -47,8 +47,10 @@ threads = 3
 chunk_tokens = 128
 max_queue = 9
 ep = 2
+tp = 2
 redundant_experts = 4
 rebalance = false
+microbatch_rows = 256
 virtual_ranks = 4
 metrics_port = 9200
 [decode]
@@ -61,8 +63,10 @@ growth_tokens = 256
 park_mb = 64
 max_waiting = 7
 ep = 4
+tp = 2
 redundant_experts = 8
 rebalance = false
+microbatch_rows = 256
 virtual_ranks = 4
 metrics_port = 9300
 [router]
