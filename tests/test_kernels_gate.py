@@ -31,9 +31,9 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(fast, "tile_for", lambda rows, wide: fast.Tile(256, 16, 32, 4, 1))
     place = fast._place
 
-    def cheap(ids, out):
+    def cheap(ids, out, chained=False):
         if out.counts.shape[0] <= 16:
-            return place(ids, out)
+            return place(ids, out, chained)
         for mine, theirs in zip(out, definition.place_choices(ids, len(out.counts)), strict=True):
             mine.copy_(theirs)
         return out

@@ -99,6 +99,7 @@ ENTRIES = (
                 "EXPERTS": experts,
                 "ROWS": rows,
                 "STEP": 64,
+                "CHAINED": True,
             },
             {"num_stages": 4},
         )
@@ -127,8 +128,9 @@ ENTRIES = (
                 "TOP_GROUPS": best,
                 "SIZE": size,
                 "SIZE_PADDED": padded,
+                "CHAINED": True,
             },
-            {"num_warps": 1},
+            {"num_warps": 1, "launch_pdl": True},
         )
         for parts, sigmoid, top, groups, best, size, padded in (
             (16, True, 8, 8, 4, 32, 32),
@@ -136,7 +138,7 @@ ENTRIES = (
             (1, False, 6, 1, 1, 64, 64),
         )
     ),
-    Entry("gate", "place_kernel", "*i32! *i32! *i32! *i32! i32!", {"BLOCK": 4096}),
+    Entry("gate", "place_kernel", "*i32! *i32! *i32! *i32! i32!", {"BLOCK": 4096, "CHAINED": True}),
     Entry(
         "permute",
         "permute_masked_kernel",
