@@ -11,10 +11,11 @@ from torch import Tensor
 
 from pdmesh.kernels import quantised, routing
 from pdmesh.kernels import rope_append as rope_definition
+from pdmesh.kernels import sampling as sampling_definition
 from pdmesh.kernels.gate import GateRule
 from pdmesh.kernels.quantised import Rows, dequantise_rows, unpack_latents
 from pdmesh.kernels.rope import RopeTable, inverse_frequencies
-from pdmesh.kernels.triton import gate, norm, permute, quantise, rope_append
+from pdmesh.kernels.triton import gate, norm, permute, place, quantise, rope_append, sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, EXPERTS, TOP = 7168, 256, 8
@@ -263,7 +264,7 @@ def permute_case(m: int, contiguous: bool) -> Case:
         generator = torch.Generator(DEVICE).manual_seed(seed)
         order = torch.rand((m, EXPERTS), generator=generator, device=DEVICE).argsort(dim=1)
         ids = order[:, :TOP].int().contiguous()
-        where = gate.place_choices(ids, EXPERTS)
+        where = place.place_choices(ids, EXPERTS)
         shape = (room, HIDDEN) if contiguous else (EXPERTS, room, HIDDEN)
         expert = ids.new_empty((room,)) if contiguous else None
         out = routing.Permuted(poisoned(*shape), torch.empty_like(ids), expert)
@@ -329,6 +330,30 @@ def unpermute_case(m: int) -> Case:
     )
 
 
+def sample_case(m: int, greedy: bool, vocab: int = 129280) -> Case:
+    def make(seed: int) -> tuple[Any, ...]:
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        logits = 3 * torch.randn((m, vocab), generator=generator, device=DEVICE)
+        heat = torch.full((m,), 0.0 if greedy else 0.8, dtype=torch.float64, device=DEVICE)
+        numbers = torch.rand((m,), generator=generator, device=DEVICE, dtype=torch.float64)
+        out = torch.empty(m, dtype=torch.int64, device=DEVICE)
+        return logits, heat, 0 * heat + 0.01, numbers, out, sampling.workspace(m, vocab, DEVICE)
+
+    def error(data: Any) -> float:
+        same = sampling.sample(*data[:4]) == sampling_definition.sample(*data[:4])
+        return float((~same).float().mean())
+
+    return Case(
+        f"sample {'greedy' if greedy else 'random'} {m}x{vocab}",
+        m * vocab * 4,
+        make,
+        lambda data, **more: sampling.sample(*data[:4], out=data[4], work=data[5], **more),
+        lambda data: sampling_definition.sample(*data[:4]),
+        error,
+        0.0,
+    )
+
+
 CASES = (
     *(norm_case(m, HIDDEN, False, False) for m in (256, 16384)),
     *(norm_case(m, HIDDEN, True, keep) for m in (128, 256, 4096, 16384) for keep in (False, True)),
@@ -343,6 +368,7 @@ CASES = (
     *(permute_case(m, contiguous) for m in (128, 256) for contiguous in (False, True)),
     permute_case(4096, True),
     *(unpermute_case(m) for m in (128, 256, 4096)),
+    *(sample_case(m, greedy) for m in (128, 256) for greedy in (True, False)),
 )
 
 
@@ -370,6 +396,6 @@ def tunings(case: Case) -> list[dict[str, Any]]:
     if name == "masked_silu_mul":
         pairs = [(warps, programs) for warps in (2, 4, 8) for programs in (4, 8, 16, 32)]
         return [{}, *({"num_warps": w, "programs": p} for w, p in pairs)]
-    if name == "rope_append":
+    if name in ("rope_append", "sample"):
         return [{}]
     return [{}, *({"num_warps": warps} for warps in (1, 2, 4, 8, 16))]

@@ -11,10 +11,11 @@ pytest.importorskip("triton")
 
 from pdmesh.kernels import quantised, routing  # noqa: E402
 from pdmesh.kernels import rope_append as rope_definition  # noqa: E402
+from pdmesh.kernels import sampling as sampling_definition  # noqa: E402
 from pdmesh.kernels.gate import GateRule, choose_experts  # noqa: E402
 from pdmesh.kernels.quantised import Rows  # noqa: E402
 from pdmesh.kernels.rope import RopeTable, inverse_frequencies  # noqa: E402
-from pdmesh.kernels.triton import gate, norm, permute, quantise, rope_append  # noqa: E402
+from pdmesh.kernels.triton import gate, norm, permute, place, quantise, rope_append, sampling  # noqa: E402
 
 HIDDEN, EPS = 7168, 1e-6
 ROWS = [0, 1, 127, 129, 256]
@@ -252,7 +253,7 @@ def choices(m, experts=256, k=8, seed=0):
     order = torch.rand((m, experts), generator=generator, device="cuda").argsort(dim=1)
     ids = order[:, :k].int().contiguous()
     ids[torch.rand((m, k), generator=generator, device="cuda") < 0.1] = -1
-    return ids, gate.place_choices(ids, experts)
+    return ids, place.place_choices(ids, experts)
 
 
 @pytest.mark.parametrize("m", [0, 1, 129, 700])
@@ -291,3 +292,20 @@ def test_rows_go_to_their_experts_and_their_sum_comes_back(m, contiguous):
     weights = torch.rand(m, 8, device="cuda")
     back = permute.unpermute(parts, got.targets, weights)
     assert torch.equal(back, routing.unpermute(parts, got.targets, weights))
+
+
+@pytest.mark.parametrize("m", [0, 1, 129])
+def test_tokens_are_those_of_the_definition(m):
+    generator = torch.Generator("cuda").manual_seed(m)
+    logits = 3 * torch.randn((m, 129280), generator=generator, device="cuda")
+    kinds = torch.arange(m, device="cuda")
+    heat = torch.tensor([0.0, 1.0, 0.6, 5.0], device="cuda").double()[kinds % 4]
+    min_p = torch.tensor([0.0, 0.05], device="cuda").double()[kinds // 4 % 2]
+    numbers = torch.rand((m,), generator=generator, device="cuda", dtype=torch.float64)
+    if m > 8:
+        logits[8, 777], logits[9, 5], logits[10] = torch.nan, torch.inf, -torch.inf
+        logits[11, 1:] = -torch.inf
+    got = sampling.sample(logits, heat, min_p, numbers)
+    assert torch.equal(got, sampling_definition.sample(logits, heat, min_p, numbers))
+    if m > 8:
+        assert got[8:12].tolist() == [-1, -1, -1, 0]

@@ -18,13 +18,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pdmesh.kernels.gate import GateRule
 from pdmesh.kernels.routing import Places, Routing
 from pdmesh.kernels.triton.launch import power_of_two, rows_of
+from pdmesh.kernels.triton.place import place
 
 CHUNKS = 16
 """Parts of the hidden size."""
 WHOLE_ROWS = 1024
 """From this number of rows on one program adds up all chunks of its tile."""
 NONE = tl.constexpr(-(2**63))
-MAX_PLACES = 4096
 
 
 class Tile(NamedTuple):
@@ -194,28 +194,6 @@ def choose_kernel(
     tl.store(weights + row * TOP + place, weight, mask=place < TOP)
 
 
-@triton.jit
-def place_kernel(ids, counts, offsets, places, total, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    expert = tl.program_id(0)
-    if CHAINED:
-        gdc_wait()
-    seen = tl.zeros((), dtype=tl.int32)
-    before = tl.zeros((), dtype=tl.int32)
-    for start in range(0, total, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < total
-        chosen = tl.load(ids + at, mask=inside, other=-1)
-        hit = chosen == expert
-        place = seen + tl.cumsum(hit.to(tl.int32), axis=0) - 1
-        tl.store(places + at, place, mask=hit)
-        if expert == 0:
-            tl.store(places + at, -1, mask=inside & (chosen < 0))
-        seen += tl.sum(hit.to(tl.int32), axis=0)
-        before += tl.sum(((chosen >= 0) & (chosen < expert)).to(tl.int32), axis=0)
-    tl.store(counts + expert, seen)
-    tl.store(offsets + expert, before)
-
-
 def workspace(rows: int, experts: int, device: torch.device | str) -> Tensor:
     """What `gate_topk` keeps the chunks' sums of logits in."""
     parts = CHUNKS if rows < WHOLE_ROWS else 1
@@ -319,33 +297,7 @@ def gate_topk(
         num_warps=1,
         **chain,
     )
-    _place(out.ids, Places(out.counts, out.offsets, out.places), chained)
-    return out
-
-
-def place_choices(ids: Tensor, num_experts: int, *, out: Places | None = None) -> Places:
-    """Counts ids [m, k] int32 and numbers them: `pdmesh.kernels.routing.place_choices`."""
-    if ids.dtype != torch.int32 or not ids.is_contiguous():
-        raise ValueError(f"need contiguous int32, not {ids.dtype} {ids.stride()}")
-    if out is None:
-        counts = ids.new_empty((num_experts,))
-        out = Places(counts, torch.empty_like(counts), torch.empty_like(ids))
-    return _place(ids, out)
-
-
-def _place(ids: Tensor, out: Places, chained: bool = False) -> Places:
-    block = min(MAX_PLACES, max(16, power_of_two(ids.numel())))
-    place_kernel[(out.counts.shape[0],)](
-        ids,
-        out.counts,
-        out.offsets,
-        out.places,
-        ids.numel(),
-        BLOCK=block,
-        CHAINED=chained,
-        num_warps=min(8, max(1, block // 256)),
-        **({"launch_pdl": True} if chained else {}),
-    )
+    place(out.ids, Places(out.counts, out.offsets, out.places), chained)
     return out
 
 
