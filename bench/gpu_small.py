@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
 import torch  # noqa: E402 - the path is set above
-from gpu_small_cases import CASES, Case, tunings  # noqa: E402
+from gpu_small_cases import CASES, Case  # noqa: E402
+from gpu_small_routing import CASES as ROUTING  # noqa: E402
+from gpu_small_routing import tunings  # noqa: E402
 
 L2_BYTES = 128 << 20
 """A graph's data are larger than this: twice an H200's L2 cache."""
@@ -114,7 +116,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {copy / 1e9:.0f} GB/s")
     print(f"{'':34} {'us':>9} {'GB/s':>7} {'copy':>5} {'eager us':>9} {'ratio':>6} {'error':>9}")
     rows = []
-    for case in CASES:
+    for case in (*CASES, *ROUTING):
         if arguments.only not in case.name:
             continue
         try:
