@@ -32,8 +32,7 @@ from gemm_cases import (
 )
 
 from pdmesh.kernels import cuda_gemm
-from pdmesh.kernels.cuda_gemm import Tile
-from pdmesh.kernels.gemm_config import SplitConfig
+from pdmesh.kernels.gemm_config import ClusterTile, SplitConfig
 from pdmesh.kernels.quantised import dequantise_rows
 from pdmesh.kernels.triton import absorbed
 from pdmesh.kernels.triton.absorbed import HeadConfig
@@ -179,7 +178,7 @@ def cluster_candidates(rows_tried: list[int]) -> list[Candidate]:
     for m in rows_tried:
         for name, (many, few) in CLUSTERS.items():
             for place, (block, split, pair) in enumerate(many if m > 128 else few):
-                tile = Tile(block, split, pair, 6 if block > 96 else 7 if block > 72 else 8)
+                tile = ClusterTile(block, split, pair, 6 if block > 96 else 7 if block > 72 else 8)
                 tiles = [tile, tile._replace(dependent=True)] if place < 2 else [tile]
                 every += [Candidate("cuda", name, m, SHAPES[name], tuple(t)) for t in tiles]
     return sorted(every, key=lambda c: c.config[:4])
@@ -215,7 +214,7 @@ def run(c: Candidate, given: tuple[Any, ...], out: Any = None) -> Any:
     if c.op == "dense":
         return fp8_gemm(*given, out=out, config=SplitConfig(*c.config))
     if c.op == "cuda":
-        return cuda_gemm.fp8_gemm(*given, Tile(*c.config), out=out)
+        return cuda_gemm.fp8_gemm(*given, out=out, tile=ClusterTile(*c.config))
     if c.op == "absorb":
         return absorbed.absorb_query(*given, 0.1, out=out, config=HeadConfig(*c.config))
     return absorbed.project_values_quantise(*given, out=out, config=HeadConfig(*c.config))

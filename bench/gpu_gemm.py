@@ -42,7 +42,7 @@ from gemm_cases import (  # noqa: E402
     weight,
 )
 
-from pdmesh.kernels import cublaslt_backend, deep_gemm_backend  # noqa: E402
+from pdmesh.kernels import cublaslt_backend, cuda_gemm, deep_gemm_backend  # noqa: E402
 from pdmesh.kernels.quantised import BlockWeight, Rows, dequantise_rows  # noqa: E402
 from pdmesh.kernels.triton import absorbed, grouped_gemm, splitk_gemm  # noqa: E402
 
@@ -86,7 +86,8 @@ def dense(table: Table, generator: torch.Generator, rows_tried: list[int]) -> No
     backends: dict[str, Callable[..., torch.Tensor]] = {
         "deep_gemm": deep_gemm_backend.fp8_gemm,
         "cublaslt": cublaslt_backend.fp8_gemm,
-        "triton": splitk_gemm.fp8_gemm,
+        "split": splitk_gemm.fp8_gemm,
+        "cuda": cuda_gemm.fp8_gemm,
     }
     for name, (n, k) in SHAPES.items():
         weights = [weight(generator, n, k) for _ in range(copies(n * k))]

@@ -21,30 +21,12 @@ import torch
 from torch import Tensor
 
 from pdmesh.kernels.fp8 import BLOCK
+from pdmesh.kernels.gemm_config import ClusterTile, cluster_tile
 from pdmesh.kernels.quantised import BlockWeight, Rows
 
 SOURCE = Path(__file__).parent / "cuda" / "fp8_gemm.cu"
 MOST_STEPS = 256
 BUILD_TIMEOUT_S = 300
-
-
-class Tile(NamedTuple):
-    """A tile of 128 rows.
-
-    Attributes:
-        block_n: columns, a multiple of 8 up to 136.
-        split: thread blocks that share the sum, 1, 2, 4 or 8.
-        pair: 2 if two tiles of rows share the weight that is read, else 1.
-        stages: steps of 128 values in flight.
-        dependent: programmatic dependent launch: weights are asked for while the kernel before
-            still runs. That kernel must not write the weights.
-    """
-
-    block_n: int
-    split: int
-    pair: int
-    stages: int = 6
-    dependent: bool = False
 
 
 def nvcc() -> str | None:
@@ -94,7 +76,7 @@ __device__ __forceinline__ void multiply(float (&d)[{count}], unsigned long long
 """
 
 
-def source(tile: Tile) -> str:
+def source(tile: ClusterTile) -> str:
     """The whole translation unit."""
     sizes = {"BLOCK_N": tile.block_n, "SPLIT": tile.split, "PAIR": tile.pair}
     sizes["STAGES"] = tile.stages
@@ -102,7 +84,7 @@ def source(tile: Tile) -> str:
     return defines + instruction(tile.block_n) + SOURCE.read_text()
 
 
-def build(tile: Tile, folder: Path, compiler: str) -> Path:
+def build(tile: ClusterTile, folder: Path, compiler: str) -> Path:
     """Compiles the tile's library into the folder if it is not there yet.
 
     Raises:
@@ -141,7 +123,7 @@ def _functions(block_n: int, split: int, pair: int, stages: int) -> _Functions:
     compiler = nvcc()
     if compiler is None:
         raise RuntimeError("nvcc was not found")
-    path = build(Tile(block_n, split, pair, stages), cache_folder(), compiler)
+    path = build(ClusterTile(block_n, split, pair, stages), cache_folder(), compiler)
     library = ctypes.CDLL(str(path))
     pointer, number, wide = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     library.fp8_gemm_launch.argtypes = [
@@ -151,13 +133,18 @@ def _functions(block_n: int, split: int, pair: int, stages: int) -> _Functions:
     return _Functions(library.fp8_gemm_launch, library.fp8_gemm_clusters)
 
 
-def clusters(tile: Tile) -> int:
+def clusters(tile: ClusterTile) -> int:
     """How many clusters of the tile a device runs at a time."""
     return _functions(*tile[:4]).clusters()
 
 
-def fp8_gemm(x: Rows, weight: BlockWeight, tile: Tile, *, out: Tensor | None = None) -> Tensor:
+def fp8_gemm(
+    x: Rows, weight: BlockWeight, *, out: Tensor | None = None, tile: ClusterTile | None = None
+) -> Tensor:
     """`quantised.fp8_gemm`: [m, n] bfloat16, in `out` if given, whose rows are contiguous.
+
+    Args:
+        tile: by default `gemm_config.cluster_tile` of the shape.
 
     Raises:
         ValueError: the scales of x do not lie as `quantised.new_scales` lays them.
@@ -168,6 +155,7 @@ def fp8_gemm(x: Rows, weight: BlockWeight, tile: Tile, *, out: Tensor | None = N
         out = x.values.new_empty((m, n), dtype=torch.bfloat16)
     if m == 0:
         return out
+    tile = tile or cluster_tile(m, n, k)
     step = x.scales.stride(1)
     if (m > 1 and x.scales.stride(0) != 1) or step % 4:
         raise ValueError(f"the scales of x have strides {x.scales.stride()}, not column by column")

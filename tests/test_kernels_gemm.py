@@ -1,7 +1,8 @@
-"""The FP8 products in Triton, in its interpreter: shapes with rests, zeros, and rows nobody asked for."""
+"""The FP8 products in Triton, in its interpreter: rests, zeros, and rows that nobody asked for."""
 
 import pytest
 import torch
+
 from pdmesh.kernels import quantised
 from pdmesh.kernels.fp8 import quantise_blocks
 from pdmesh.kernels.quantised import BlockWeight, Rows, dequantise_rows, quantise_rows

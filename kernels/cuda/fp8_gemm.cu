@@ -312,9 +312,14 @@ cudaLaunchConfig_t launch(int m, int n, cudaStream_t stream, cudaLaunchAttribute
 extern "C" int fp8_gemm_launch(const void* x, const float* x_scales, int64_t x_step, const void* w,
                                const float* w_scales, int w_scale_row, void* y, int64_t y_stride,
                                int m, int n, int k, int dependent, void* stream) {
-  static const cudaError_t prepared =
-      cudaFuncSetAttribute(fp8_gemm, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
-  if (prepared != cudaSuccess) return prepared;
+  static bool prepared[64];
+  int device = 0;
+  cudaError_t failed = cudaGetDevice(&device);
+  if (failed == cudaSuccess && !prepared[device % 64])
+    failed =
+        cudaFuncSetAttribute(fp8_gemm, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+  if (failed != cudaSuccess) return failed;
+  prepared[device % 64] = true;
   if (encoder() == nullptr) return cudaErrorSymbolNotFound;
   CUtensorMap x_map, w_map, scale_map;
   const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
