@@ -50,8 +50,14 @@ __device__ __forceinline__ uint32_t of_rank(uint32_t local, uint32_t rank) {
   return remote;
 }
 
+// What was written before is seen after.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Nothing to be seen, so no fence, which would wait for all of a thread's loads and stores.
+__device__ __forceinline__ void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
@@ -69,21 +75,20 @@ __device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, int in
       : "memory");
 }
 
-// Weights pass by once: the L2 cache need not keep them.
 __device__ __forceinline__ void load_weight(uint32_t to, const CUtensorMap* map, int inner,
-                                            int outer, uint32_t barrier, uint16_t members) {
-  constexpr uint64_t evict_first = 0x12F0000000000000ull;
+                                            int outer, uint32_t barrier, uint16_t members,
+                                            uint64_t policy) {
   if (PAIR > 1) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
-        "l"(map), "r"(inner), "r"(outer), "r"(barrier), "h"(members), "l"(evict_first)
+        "l"(map), "r"(inner), "r"(outer), "r"(barrier), "h"(members), "l"(policy)
         : "memory");
   } else {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(inner),
-        "r"(outer), "r"(barrier), "l"(evict_first)
+        "r"(outer), "r"(barrier), "l"(policy)
         : "memory");
   }
 }
@@ -129,10 +134,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (CROSSES) weight_scales[MOST_STEPS + i] = w_scales[next_block * w_scale_row + first + i];
   }
   __syncthreads();
-  if (CLUSTER > 1) cluster_sync();
+  if (CLUSTER > 1) cluster_meet();
 
   if (warp == 8) {
     if (lane == 0) {
+      // Weights that pass by once need not be kept by the L2 cache: evict first, else normally.
+      const uint64_t policy = groups_m == 1 ? 0x12F0000000000000ull : 0x1000000000000000ull;
       const uint16_t members = ((1 << PAIR) - 1) << (part * PAIR);
       const auto expect = [&](int i) {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
@@ -144,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int s = i % STAGES;
         if (PAIR == 1 || i % PAIR == member)
           load_weight(base + s * STAGE_BYTES + X_BYTES, &w_map, (first + i) * GROUP, column0,
-                      full + s * 8, members);
+                      full + s * 8, members, policy);
       };
       const auto rows = [&](int i) {
         const int s = i % STAGES;
@@ -169,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncwarp();
     if (CLUSTER > 1) {
       cluster_sync();
-      cluster_sync();
+      cluster_meet();
     }
     return;
   }
@@ -201,9 +208,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncwarp();
     if (lane < PAIR) {
       const uint32_t barrier = empty + s * 8;
-      const uint32_t theirs = CLUSTER > 1 ? of_rank(barrier, part * PAIR + lane) : barrier;
-      if (CLUSTER > 1)
-        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(theirs)
+      // The products have been waited for: nothing is left that a wider release would have to order.
+      if (PAIR > 1)
+        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
+                         of_rank(barrier, part * PAIR + lane))
                      : "memory");
       else
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -257,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           *reinterpret_cast<uint2*>(pair);
     }
   }
-  if (CLUSTER > 1) cluster_sync();
+  if (CLUSTER > 1) cluster_meet();
 }
 
 namespace {
