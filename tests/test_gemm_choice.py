@@ -7,6 +7,8 @@ import torch
 
 from pdmesh.kernels import (
     cublaslt_backend,
+    cuda_absorbed,
+    cuda_build,
     cuda_gemm,
     deep_gemm_backend,
     gemm_choice,
@@ -116,6 +118,16 @@ def test_the_cuda_source_has_the_instruction_of_its_width():
         assert line in text
 
 
+def test_a_model_of_other_sizes_is_told_which_ones_the_cuda_kernels_take():
+    assert cuda_absorbed.unsupported(128, 512, 64, 128) is None
+    assert "rank of 512" in cuda_absorbed.unsupported(16, 32, 8, 16)
+
+
+@pytest.mark.parametrize(("m", "heads", "wanted"), [(1, 128, 1), (256, 128, 1), (256, 16, 4)])
+def test_few_heads_are_shared_among_thread_blocks(m, heads, wanted):
+    assert cuda_absorbed.shares(m, heads) == wanted
+
+
 def compiler(tmp_path, body: str) -> str:
     path = tmp_path / "nvcc"
     path.write_text(f"#!/bin/sh\n{body}\n")
@@ -127,9 +139,11 @@ def test_a_tile_is_compiled_once_and_another_apart(tmp_path):
     made = compiler(
         tmp_path, f'echo x >>{tmp_path}/calls\nwhile [ "$1" != -o ]; do shift; done; : >"$2"'
     )
-    first = cuda_gemm.build(ClusterTile(128, 1, 1), tmp_path / "cache", made)
-    again = cuda_gemm.build(ClusterTile(128, 1, 1, dependent=True), tmp_path / "cache", made)
-    other = cuda_gemm.build(ClusterTile(128, 2, 1), tmp_path / "cache", made)
+    first = cuda_build.build(cuda_gemm.source(ClusterTile(128, 1, 1)), tmp_path / "cache", made)
+    again = cuda_build.build(
+        cuda_gemm.source(ClusterTile(128, 1, 1, dependent=True)), tmp_path / "cache", made
+    )
+    other = cuda_build.build(cuda_gemm.source(ClusterTile(128, 2, 1)), tmp_path / "cache", made)
     assert first == again != other
     assert (tmp_path / "calls").read_text().count("x") == 2
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".so", ".so"]
@@ -138,7 +152,7 @@ def test_a_tile_is_compiled_once_and_another_apart(tmp_path):
 def test_what_the_compiler_says_is_in_the_error(tmp_path):
     failing = compiler(tmp_path, "echo no such wgmma >&2; exit 1")
     with pytest.raises(RuntimeError, match="no such wgmma"):
-        cuda_gemm.build(ClusterTile(128, 1, 1), tmp_path / "cache", failing)
+        cuda_build.build(cuda_gemm.source(ClusterTile(128, 1, 1)), tmp_path / "cache", failing)
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
@@ -150,13 +164,15 @@ def test_scales_that_do_not_lie_column_by_column_are_refused():
 
 
 @pytest.mark.full
-def test_the_cuda_product_compiles_without_spilled_registers(tmp_path):
-    made = cuda_gemm.nvcc()
+def test_the_cuda_kernels_compile_without_spilled_registers(tmp_path):
+    made = cuda_build.nvcc()
     if made is None:
         pytest.skip("nvcc was not found")
-    for tile in (ClusterTile(136, 4, 2), ClusterTile(128, 1, 1)):
+    tiles = (ClusterTile(136, 4, 2), ClusterTile(128, 1, 1))
+    sources = [*map(cuda_gemm.source, tiles), *map(cuda_absorbed.source, (True, False))]
+    for text in sources:
         unit = tmp_path / "unit.cu"
-        unit.write_text(cuda_gemm.source(tile))
+        unit.write_text(text)
         command = [made, "-std=c++17", "-Xptxas", "-v", "-gencode=arch=compute_90a,code=sm_90a"]
         command += ["-cubin", "-o", str(tmp_path / "unit.cubin"), str(unit)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -6,14 +6,7 @@
 // that device memory is read once and in FP8, and streams tiles of 64 rows past it. Scales of
 // weights multiply float32 sums. Warps 0-3 and 4-7 take turns at tiles; warp 8 loads them.
 //
-// Compiled with ABSORB defined, after `multiply`: wgmma of 64 columns if ABSORB, else of 128.
-
-#include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-#include <cuda_runtime.h>
-#include <stdint.h>
+// Compiled with ABSORB defined, after common.cuh and `multiply`: wgmma of 64 columns if ABSORB, else of 128.
 
 constexpr int K = ABSORB ? 128 : 512, N = ABSORB ? 512 : 128;
 constexpr int ROTATED = 64, ROWS = 64, PANEL = 64;  // columns of bfloat16 in 128 swizzled bytes
@@ -31,17 +24,6 @@ constexpr int SHARED_BYTES = BARRIERS_AT + 2 * SLOTS * 8 + 1024;
 constexpr int THREADS = 288;
 static_assert(SHARED_BYTES <= 227 * 1024, "what a multiprocessor has");
 
-__device__ __forceinline__ uint32_t address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
-}
-
 __device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, int column, int head,
                                      int row, uint32_t barrier) {
   asm volatile(
@@ -58,11 +40,6 @@ __device__ __forceinline__ void store(const CUtensorMap* map, int column, int he
       : "memory");
 }
 
-// A K-major panel of 128-byte rows, 128-byte swizzle, 1024 bytes between groups of eight rows.
-__device__ __forceinline__ uint64_t descriptor(uint32_t at) {
-  return static_cast<uint64_t>((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
-
 __device__ __forceinline__ void half_sync(int half) {
   asm volatile("bar.sync %0, 128;" ::"r"(1 + half) : "memory");
 }
@@ -76,16 +53,6 @@ __device__ __forceinline__ uint32_t widened(uint16_t two) {
   const __half2_raw wide = __nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3);
   const float2 values = __half22float2(*reinterpret_cast<const __half2*>(&wide));
   return packed(values.x, values.y);
-}
-
-template <int COUNT>
-__device__ __forceinline__ void pin(float (&values)[COUNT]) {
-#pragma unroll
-  for (int j = 0; j < COUNT; ++j) asm volatile("" : "+f"(values[j])::"memory");
-}
-
-__device__ __forceinline__ void wait_products() {
-  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
 // One head's weight [N, K] to swizzled panels of 64 columns.
@@ -173,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (lane == 0)
       asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + s * 8) : "memory");
   };
+  [[maybe_unused]] int stored = 0;
   int number = half;
   for (int tile = blockIdx.y + half * gridDim.y; tile < tiles; tile += 2 * gridDim.y, number += 2) {
 #if ABSORB
@@ -187,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     wait(full + s * 8, number / SLOTS & 1);
     const uint64_t a = descriptor(base + RING_AT + s * SLOT_BYTES);
     for (int part = 0; part < N / PANEL + 1; ++part) {
-      uint8_t* const to = mine + part % 2 * PANEL_BYTES;
+      uint8_t* const to = mine + stored++ % 2 * PANEL_BYTES;
       float product[32];
       if (part < N / PANEL) {
         const uint64_t b = descriptor(base + part * PANEL_BYTES);
@@ -205,7 +173,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
       half_sync(half);
       if (part < N / PANEL) {
-        const float by = part < 2 ? factors[0] : part < 4 ? factors[1] : part < 6 ? factors[2] : factors[3];
+        const float first = part < 2 ? factors[0] : factors[1];
+        const float last = part < 6 ? factors[2] : factors[3];
+        const float by = part < 4 ? first : last;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           uint8_t* const at = to + row * 128 + ((j ^ (row & 7)) * 16) + lane % 4 * 4;
@@ -289,22 +259,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 namespace {
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
-                            const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-                            const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-Encode encoder() {
-  static Encode found = [] {
-    void* symbol = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault,
-                                     &result);
-    return reinterpret_cast<Encode>(symbol);
-  }();
-  return found;
-}
-
 // [m, heads, width] bfloat16 with strides in values; boxes of 64 rows of one head, 64 values each.
 CUresult describe(CUtensorMap* map, const void* data, int width, int heads, int m, int64_t head,
                   int64_t row) {
@@ -327,15 +281,8 @@ extern "C" int absorbed_launch(const void* x, int64_t x_row, int64_t x_head, con
                                int64_t rotated_row, int64_t rotated_head, void* out,
                                float* out_scales, int64_t scale_step, float scale, int m, int heads,
                                int shares, int dependent, void* stream) {
-  static bool prepared[64];
-  int device = 0;
-  cudaError_t failed = cudaGetDevice(&device);
-  if (failed == cudaSuccess && !prepared[device % 64])
-    failed =
-        cudaFuncSetAttribute(absorbed, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+  const cudaError_t failed = prepare(reinterpret_cast<const void*>(absorbed), SHARED_BYTES);
   if (failed != cudaSuccess) return failed;
-  prepared[device % 64] = true;
-  if (encoder() == nullptr) return cudaErrorSymbolNotFound;
   CUtensorMap x_map, out_map;
   CUresult bad = describe(&x_map, x, K, heads, m, x_head, x_row);
   const int width = N + ROTATED;
