@@ -56,9 +56,20 @@ def test_torch_is_what_is_left_and_every_missing_one_is_named():
         assert got.backend == "torch"
         for name in gemm_choice.DENSE[:-1]:
             assert f"not {name}, as {name} is not there" in got.reason
-    assert choose_grouped(missing).backend == "torch"
-    assert choose_grouped({"deep_gemm": "no"}).backend == "triton"
-    assert choose_grouped({}).backend == "deep_gemm"
+    assert choose_grouped(16, missing).backend == choose_grouped(128, missing).backend == "torch"
+
+
+def test_experts_of_few_rows_take_the_generic_product_and_others_the_library():
+    assert choose_grouped(64, {}).backend == "triton"
+    assert choose_grouped(65, {}).backend == "deep_gemm"
+    assert choose_grouped(16, {"triton": "no triton"}).backend == "deep_gemm"
+    assert choose_grouped(128, {"deep_gemm": "no"}).backend == "triton"
+
+
+def test_the_library_is_not_given_tiles_that_reach_into_the_next_expert():
+    for rows, taken in ((64, True), (128, True), (1024, True), (16, False), (192, False)):
+        assert (deep_gemm_backend.unsupported_masked(rows, 4096, 7168) is None) is taken
+    assert deep_gemm_backend.unsupported_masked(128, 24, 7168)
 
 
 def test_the_table_is_in_order_of_rows_and_names_backends_that_exist():
