@@ -99,7 +99,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int head = blockIdx.x, tiles = (m + ROWS - 1) / ROWS;
 
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == THREADS - 32) {
+    prefetch(&x_map);
     for (int s = 0; s < SLOTS; ++s) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + s * 8) : "memory");
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" ::"r"(empty + s * 8) : "memory");

@@ -99,7 +99,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int first = steps * part / SPLIT, count = steps * (part + 1) / SPLIT - first;
 
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == THREADS - 32) {
+    prefetch(&w_map);
+    prefetch(&x_map);
+    prefetch(&scale_map);
     for (int s = 0; s < STAGES; ++s) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + s * 8) : "memory");
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + s * 8), "r"(8 * PAIR)
@@ -107,14 +110,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  const int block = column0 / 128, blocks = (n + 127) / 128;
-  const int next_block = min(block + 1, blocks - 1);
-  for (int i = threadIdx.x; i < count; i += THREADS) {
-    weight_scales[i] = w_scales[block * w_scale_row + first + i];
-    if (CROSSES) weight_scales[MOST_STEPS + i] = w_scales[next_block * w_scale_row + first + i];
-  }
   __syncthreads();
-  if (CLUSTER > 1) cluster_meet();
+  if (PAIR > 1) cluster_meet();  // before a member loads into another
 
   if (warp == 8) {
     if (lane == 0) {
@@ -161,6 +158,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return;
   }
 
+  const int block = column0 / 128, blocks = (n + 127) / 128;
+  const int next_block = min(block + 1, blocks - 1);
+  for (int i = threadIdx.x; i < count; i += 256) {
+    weight_scales[i] = w_scales[block * w_scale_row + first + i];
+    if (CROSSES) weight_scales[MOST_STEPS + i] = w_scales[next_block * w_scale_row + first + i];
+  }
+  asm volatile("bar.sync 1, 256;" ::: "memory");
   const int half = warp / 4;
   const int row = half * 64 + warp % 4 * 16 + lane / 4;  // and row + 8
   const int boundary = CROSSES ? ((block + 1) * 128 - column0) / 8 : BLOCK_N / 8;
