@@ -47,7 +47,7 @@ class ClusterTile(NamedTuple):
     block_n: int
     split: int
     pair: int
-    stages: int = 6
+    stages: int = 4
     dependent: bool = False
 
 
