@@ -167,12 +167,14 @@ def decoders(world: World, batch: int, rows: int, heads: int) -> dict[str, tuple
     return found
 
 
-def decode(world: World, cases: list[tuple[int, int, int]]) -> None:
+def decode(world: World, cases: list[tuple[int, int, int]], only: str, without: str) -> None:
     """One row a case (batch, q, heads): microseconds, TFLOP/s and error of every backend."""
     for batch, rows, heads in cases:
         line = []
         lengths = torch.full((batch,), KV, dtype=torch.int32, device="cuda")
         for name, (call, pool) in decoders(world, batch, rows, heads).items():
+            if only not in name or (without and without in name):
+                continue
             try:
                 few = min(batch, 4)
                 got = call(1)[: few * rows].clone()
@@ -389,6 +391,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="+")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--only", default="", help="decode backends whose name has this")
+    parser.add_argument("--without", default="", help="no decode backends whose name has this")
     options = parser.parse_args()
     begin = time.monotonic()
     cases = [(128, q, h) for h in (128, 64, 32, 16) for q in (2, 1, 4, 3)]
@@ -397,7 +401,7 @@ def main() -> None:
     for part in options.parts:
         if part in ("decode", "tune"):
             world = World()
-            tune(world) if part == "tune" else decode(world, cases)
+            tune(world) if part == "tune" else decode(world, cases, options.only, options.without)
             del world
         elif part == "prefill":
             prefill(space)
@@ -406,7 +410,9 @@ def main() -> None:
         torch.cuda.empty_cache()
         print(f"-- {part}: {time.monotonic() - begin:.0f} s", flush=True)
     names = list(dict.fromkeys(name for row in ROWS for name in row))
-    with open(options.out / "gpu_mla.csv", "w", newline="") as file:
+    with open(
+        options.out / f"gpu_mla-{'-'.join(options.parts)}{options.only}.csv", "w", newline=""
+    ) as file:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(ROWS)
