@@ -140,10 +140,10 @@ def test_the_fp8_kernel_is_split_in_whole_steps():
         split = hopper_mla.split_tokens(longest, sequences, pairs)
         assert split % 128 == 0
         assert sequences < 100 or split >= longest
+    pages = torch.zeros((1, 64, 656), dtype=torch.uint8)
+    table, lengths = torch.zeros((1, 1), dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    query = torch.zeros((1, 16, 576), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="128"):
-        pages = torch.zeros((1, 64, 656), dtype=torch.uint8)
-        table, lengths = torch.zeros((1, 1), dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-        query = torch.zeros((1, 16, 576), dtype=torch.bfloat16)
         hopper_mla.mla_decode(query, pages, table, lengths, 1, 1.0, split=64)
 
 
