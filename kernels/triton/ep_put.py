@@ -1,0 +1,88 @@
+"""Rows and outputs to peers whose memory is not mapped: NVSHMEM's put with signal, from the device.
+
+Needs NVSHMEM's device library, so this module is imported only where puts are used. The library's
+put returns once its source may be written again, and raises the peer's signal after the data.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch.distributed._symmetric_memory._nvshmem_triton import (
+    putmem_signal_block,
+    requires_nvshmem,
+)
+
+SET: tl.constexpr = tl.constexpr(0)
+ADD: tl.constexpr = tl.constexpr(5)
+
+
+@requires_nvshmem
+@triton.jit
+def put_rows_kernel(
+    outbox, outcounts, stage, there, tags, arrived, rows_to, puts, step, me, chunks,
+    RANKS: tl.constexpr, SLOTS: tl.constexpr, NOTE: tl.constexpr, RECORD: tl.constexpr,
+    NOTES: tl.constexpr, INBOX: tl.constexpr,
+):  # fmt: skip
+    """Program (peer, chunk): a chunk of the rows packed for a peer, the first also its counts.
+
+    outbox [RANKS, INBOX] bytes and outcounts [RANKS, SLOTS] int32 are what to send; stage
+    [2, RANKS, INBOX], there [2, RANKS, SLOTS], tags and arrived [2, RANKS] are addresses in the own
+    block, which the library turns into the peer's. puts [RANKS] int32: which peers are meant.
+    """
+    peer = tl.program_id(0)
+    chunk = tl.program_id(1)
+    if tl.load(puts + peer) != 0:
+        number = tl.load(step)
+        mine = (number % 2) * RANKS + me
+        rows = tl.load(rows_to + peer)
+        if chunk == 0:
+            word = (number << 32) | rows.to(tl.int64)
+            putmem_signal_block(
+                there + mine * (SLOTS * 4), outcounts + peer.to(tl.int64) * (SLOTS * 4),
+                tl.full([], SLOTS * 4, tl.int64), tags + mine * 8, word, SET, peer,
+            )  # fmt: skip
+        size = (rows + chunks - 1) // chunks
+        first = chunk * size
+        here = tl.minimum(rows - first, size).to(tl.int64)
+        if here > 0:
+            source = outbox + peer.to(tl.int64) * INBOX
+            target = stage + mine * INBOX
+            signal = arrived + mine * 8
+            at = first.to(tl.int64) * NOTE
+            putmem_signal_block(
+                target + at, source + at, here * NOTE, signal, here, ADD, peer
+            )  # fmt: skip
+            at = NOTES + first.to(tl.int64) * RECORD
+            putmem_signal_block(
+                target + at, source + at, here * RECORD, signal, here, ADD, peer
+            )  # fmt: skip
+
+
+@requires_nvshmem
+@triton.jit
+def put_outputs_kernel(
+    outputs, counts, homes, back, returned, puts, max_rows, me,
+    SLOTS: tl.constexpr, EACH: tl.constexpr, HIDDEN: tl.constexpr, PROGRAMS: tl.constexpr,
+    SLOTS_P2: tl.constexpr,
+):  # fmt: skip
+    """One put an output: outputs [SLOTS, max_rows, HIDDEN] bfloat16, in symmetric memory.
+
+    back and returned are addresses in the own block, as above.
+    """
+    slot = tl.arange(0, SLOTS_P2)
+    count = tl.load(counts + slot, mask=slot < SLOTS, other=0)
+    end = tl.cumsum(count, 0)
+    total = tl.sum(count, 0)
+    for row in range(tl.program_id(0), total, PROGRAMS):
+        expert = tl.sum(((end <= row) & (slot < SLOTS)).to(tl.int32), 0)
+        place = row - tl.max(tl.where((end <= row) & (slot < SLOTS), end, 0), 0)
+        at = (expert * max_rows + place).to(tl.int64)
+        home = tl.load(homes + at)
+        peer = home // EACH
+        if tl.load(puts + peer) != 0:
+            putmem_signal_block(
+                back + (home % EACH).to(tl.int64) * (HIDDEN * 2), outputs + at * (HIDDEN * 2),
+                tl.full([], HIDDEN * 2, tl.int64), returned + me * 8,
+                tl.full([], 1, tl.int64), ADD, peer,
+            )  # fmt: skip
