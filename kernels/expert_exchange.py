@@ -58,7 +58,7 @@ class ExchangeSize:
 
     @property
     def record(self) -> int:
-        """Bytes of a row on the wire: e4m3 values, a float32 scale for each 128; a multiple of 16."""
+        """Bytes of a row: e4m3 values, a float32 scale for each 128; a multiple of 16."""
         return -(-(self.hidden + self.hidden // BLOCK * 4) // 16) * 16
 
     @property

@@ -99,6 +99,7 @@ class NvshmemHeap:
         self.rank = int(core.my_pe())
         self.size = int(core.n_pes())
         self.device = device
+        self._peers: list[Tensor] = []
 
     @staticmethod
     def join(job_id: bytes, rank: int, size: int, device: torch.device) -> NvshmemHeap:
@@ -131,9 +132,9 @@ class NvshmemHeap:
         core = _core()
         try:
             there: Tensor = core.get_peer_tensor(memory, peer)
-        except Exception:
-            # The library has one error for a peer without a mapping and for a wrong argument.
+        except (core.NvshmemError, core.NvshmemInvalid):
             return 0
+        self._peers.append(there)
         return there.data_ptr()
 
 

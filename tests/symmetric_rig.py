@@ -95,9 +95,7 @@ class Group:
             )
         received = {r: self.ends[r].dispatch_recv(handles[r]) for r in members}
         made = {r: experts_made(received[r].arrived, r) for r in members}
-        combined = {
-            r: self.ends[r].combine_send(handles[r], received[r], made[r]) for r in members
-        }
+        combined = {r: self.ends[r].combine_send(handles[r], received[r], made[r]) for r in members}
         sums = {r: self.ends[r].combine_recv(combined[r], weights[r]) for r in members}
         return received, made, sums
 

@@ -8,14 +8,14 @@ import triton.language as tl
 
 @triton.jit
 def return_kernel(
-    outputs, counts, homes, backs_at, returned_at, max_rows,
-    RANKS: tl.constexpr, SLOTS: tl.constexpr, EACH: tl.constexpr, HIDDEN: tl.constexpr,
-    PART: tl.constexpr, PROGRAMS: tl.constexpr, RANKS_P2: tl.constexpr, SLOTS_P2: tl.constexpr,
+    outputs, counts, homes, backs_at, returned_at, max_rows, each,
+    RANKS: tl.constexpr, SLOTS: tl.constexpr, HIDDEN: tl.constexpr,
+    PART: tl.constexpr, RANKS_P2: tl.constexpr, SLOTS_P2: tl.constexpr,
 ):  # fmt: skip
     """Writes outputs [SLOTS, max_rows, HIDDEN] bfloat16 to the mapped memory of the rows' homes.
 
-    backs_at [RANKS] int64: address of each home's [EACH, HIDDEN]; 0 where outputs are put instead.
-    homes [SLOTS, max_rows] int32: home * EACH + place there. A program signals each home once, at
+    backs_at [RANKS] int64: address of each home's [each, HIDDEN]; 0 where outputs are put instead.
+    homes [SLOTS, max_rows] int32: home * each + place there. A program signals each home once, at
     its end.
     """
     PARTS: tl.constexpr = HIDDEN // PART
@@ -26,20 +26,20 @@ def return_kernel(
     peers = tl.arange(0, RANKS_P2)
     done = tl.zeros([RANKS_P2], tl.int64)
     column = tl.arange(0, PART)
-    for item in range(tl.program_id(0), total * PARTS, PROGRAMS):
+    for item in range(tl.program_id(0), total * PARTS, tl.num_programs(0)):
         row = item // PARTS
         part = item % PARTS
         expert = tl.sum(((end <= row) & (slot < SLOTS)).to(tl.int32), 0)
         place = row - tl.max(tl.where((end <= row) & (slot < SLOTS), end, 0), 0)
         at = (expert * max_rows + place).to(tl.int64)
         home = tl.load(homes + at)
-        peer = home // EACH
+        peer = home // each
         there = tl.load(backs_at + peer)
         if there != 0:
             value = tl.load(outputs + at * HIDDEN + part * PART + column)
-            begin = tl.multiple_of(there + (home % EACH).to(tl.int64) * (HIDDEN * 2), 16)
-            back = begin.to(tl.pointer_type(tl.bfloat16))
-            tl.store(back + part * PART + column, value)
+            begin = there + (home % each).to(tl.int64) * (HIDDEN * 2) + part * (PART * 2)
+            back = tl.multiple_of(begin.to(tl.pointer_type(tl.bfloat16)), 16)
+            tl.store(back + column, value)
             done += (peers == peer).to(tl.int64)
     tl.debug_barrier()
     signal = tl.load(returned_at + peers, mask=peers < RANKS, other=0)
@@ -67,8 +67,5 @@ def sum_kernel(
         at = (row * TOP + k).to(tl.int64) * HIDDEN + column
         value = tl.load(back + at, mask=real & (column >= 0), other=0.0).to(tl.float32)
         weight = tl.load(weights + row * TOP + k, mask=real, other=0.0)
-        if k == 0:
-            total = value * weight
-        else:
-            total = total + value * weight
+        total = value * weight if k == 0 else total + value * weight
     tl.store(out + row.to(tl.int64) * HIDDEN + column, total.to(out.dtype.element_ty))

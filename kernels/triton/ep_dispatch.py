@@ -67,8 +67,8 @@ def number_kernel(
     peer = tl.program_id(0)
     number = tl.load(step)
     parity = number % 2
-    total = 0
-    pairs = 0
+    total = tl.full([], 0, tl.int32)
+    pairs = tl.full([], 0, tl.int32)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
         inside = row < rows
@@ -106,9 +106,9 @@ def number_kernel(
 
 @triton.jit
 def send_kernel(
-    x, ids, rank_of, where, target, boxes_at, arrivals_at, step, rows, stride, num_experts,
-    RANKS: tl.constexpr, TOP: tl.constexpr, HIDDEN: tl.constexpr, NOTES: tl.constexpr,
-    RECORD: tl.constexpr, PART: tl.constexpr, PROGRAMS: tl.constexpr, RANKS_P2: tl.constexpr, TOP_P2: tl.constexpr,
+    x, ids, rank_of, where, target, boxes_at, arrivals_at, step, rows, stride, num_experts, notes,
+    RANKS: tl.constexpr, TOP: tl.constexpr, HIDDEN: tl.constexpr, RECORD: tl.constexpr,
+    PART: tl.constexpr, RANKS_P2: tl.constexpr, TOP_P2: tl.constexpr,
 ):  # fmt: skip
     """Quantises rows x [rows, HIDDEN] and writes each to the inboxes of its ranks.
 
@@ -124,7 +124,7 @@ def send_kernel(
     choice = tl.arange(0, TOP_P2)
     column = tl.arange(0, PART)
     group = tl.arange(0, GROUPS)
-    for item in range(tl.program_id(0), rows * PARTS, PROGRAMS):
+    for item in range(tl.program_id(0), rows * PARTS, tl.num_programs(0)):
         row = item // PARTS
         part = item % PARTS
         wide = tl.load(x + row.to(tl.int64) * stride + part * PART + column).to(tl.float32)
@@ -140,11 +140,11 @@ def send_kernel(
             if to >= 0:
                 peer = to % RANKS
                 box = tl.load(boxes_at + parity * RANKS + peer)
-                begin = tl.multiple_of(box + NOTES + (to // RANKS).to(tl.int64) * RECORD, 16)
-                at = begin.to(tl.pointer_type(tl.float8e4nv))
-                tl.store(at + part * PART + column, values)
-                at = (begin + HIDDEN).to(tl.pointer_type(tl.float32))
-                tl.store(at + part * GROUPS + group, scale)
+                begin = box + notes + (to // RANKS).to(tl.int64) * RECORD
+                at = (begin + part * PART).to(tl.pointer_type(tl.float8e4nv))
+                tl.store(tl.multiple_of(at, 16) + column, values)
+                at = (begin + HIDDEN + part * (GROUPS * 4)).to(tl.pointer_type(tl.float32))
+                tl.store(at + group, scale)
                 if part == 0:
                     chosen = row * TOP + choice
                     expert = tl.load(ids + chosen, mask=choice < TOP, other=-1)
@@ -165,12 +165,11 @@ def send_kernel(
 
 @triton.jit
 def spread_kernel(
-    stage, ends, bases, values, scales, homes, step, max_rows, padded_rows,
-    RANKS: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, TOP: tl.constexpr,
-    HIDDEN: tl.constexpr, NOTES: tl.constexpr, RECORD: tl.constexpr, INBOX: tl.constexpr,
-    PART: tl.constexpr, PROGRAMS: tl.constexpr, RANKS_P2: tl.constexpr,
+    stage, ends, bases, values, scales, homes, step, max_rows, padded_rows, tokens, notes, inbox,
+    RANKS: tl.constexpr, SLOTS: tl.constexpr, TOP: tl.constexpr, HIDDEN: tl.constexpr,
+    RECORD: tl.constexpr, PART: tl.constexpr, RANKS_P2: tl.constexpr,
 ):  # fmt: skip
-    """Rows from the inboxes `stage` [2, RANKS, INBOX] to each of their experts.
+    """Rows from the inboxes `stage` [2, RANKS, inbox] to each of their experts.
 
     ends [RANKS] int32: rows from the ranks up to each. bases [RANKS, SLOTS] int32: where a rank's
     rows begin in an expert's. values [SLOTS, max_rows, HIDDEN] as int32 words, scales [SLOTS,
@@ -185,26 +184,28 @@ def spread_kernel(
     total = tl.load(ends + RANKS - 1)
     word = tl.arange(0, WORDS)
     group = tl.arange(0, GROUPS)
-    for item in range(tl.program_id(0), total * PARTS, PROGRAMS):
+    for item in range(tl.program_id(0), total * PARTS, tl.num_programs(0)):
         row = item // PARTS
         part = item % PARTS
         source = tl.sum((end <= row).to(tl.int32), 0)
         row -= tl.max(tl.where(end <= row, end, 0), 0)
-        box = stage + (parity * RANKS + source) * INBOX
+        box = stage + (parity * RANKS + source).to(tl.int64) * inbox
         note = (box + row.to(tl.int64) * (4 + 4 * TOP)).to(tl.pointer_type(tl.int32))
-        begin = box + NOTES + row.to(tl.int64) * RECORD
-        packed = tl.load((begin + part * PART).to(tl.pointer_type(tl.int32)) + word)
-        scale = tl.load((begin + HIDDEN).to(tl.pointer_type(tl.float32)) + part * GROUPS + group)
+        begin = box + notes + row.to(tl.int64) * RECORD
+        at = (begin + part * PART).to(tl.pointer_type(tl.int32))
+        packed = tl.load(tl.multiple_of(at, 16) + word)
+        at = (begin + HIDDEN + part * (GROUPS * 4)).to(tl.pointer_type(tl.float32))
+        scale = tl.load(at + group)
         home = tl.load(note)
         for k in tl.static_range(TOP):
             goes = tl.load(note + 1 + k)
             if goes >= 0:
                 slot = goes >> BITS
-                at = tl.load(bases + source * SLOTS + slot) + (goes & LOW)
-                if at < max_rows:
-                    where = (slot * max_rows + at).to(tl.int64)
+                place = tl.load(bases + source * SLOTS + slot) + (goes & LOW)
+                if place < max_rows:
+                    where = (slot * max_rows + place).to(tl.int64)
                     tl.store(values + where * (HIDDEN // 4) + part * WORDS + word, packed)
                     first = (slot.to(tl.int64) * (HIDDEN // 128) + part * GROUPS) * padded_rows
-                    tl.store(scales + first + group * padded_rows + at, scale)
+                    tl.store(scales + first + group * padded_rows + place, scale)
                     if part == 0:
-                        tl.store(homes + where, (source * TOKENS + home) * TOP + k)
+                        tl.store(homes + where, (source * tokens + home) * TOP + k)

@@ -13,12 +13,12 @@ import triton.language as tl
 @triton.jit
 def _clock(CLOCK: tl.constexpr):
     """Nanoseconds; 0 where there is no clock."""
+    now = tl.full([], 0, tl.int64)
     if CLOCK:
-        return tl.inline_asm_elementwise(
+        now = tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
         )
-    else:
-        return tl.full([], 0, tl.int64)
+    return now
 
 
 @triton.jit
@@ -32,8 +32,9 @@ def wait_rows_kernel(
     In symmetric memory: tags, arrived [2, RANKS] int64, there [2, RANKS, SLOTS] int32. seen
     [2, RANKS] int64: signals counted so far; units [RANKS] int64: signals a row. members [RANKS]
     int32: whom to wait for. Writes ends [RANKS], bases [RANKS, SLOTS] and counts [SLOTS] int32, see
-    `spread_kernel`; adds outputs that will go back to sent_back [RANKS] int64. lost [RANKS + 1] int32: 1 for a rank that did not send, and last the most rows of an
-    expert if they are more than max_rows. bound: nanoseconds, or polls without a clock.
+    `spread_kernel`; adds outputs that will go back to sent_back [RANKS] int64. Of lost [RANKS + 1]
+    int32 a rank's becomes 1 if it did not send, and the last the most rows of an expert if that is
+    more than max_rows. bound: nanoseconds, or polls without a clock.
     """
     number = tl.load(step)
     parity = number % 2
@@ -73,9 +74,7 @@ def wait_rows_kernel(
     base = tl.cumsum(each, 0) - each
     tl.store(bases + at, base, mask=inside[:, None] & (slot < SLOTS)[None, :])
     pairs = tl.sum(each, 1).to(tl.int64)
-    tl.store(
-        sent_back + rank, tl.load(sent_back + rank, mask=inside, other=0) + pairs, mask=inside
-    )
+    tl.store(sent_back + rank, tl.load(sent_back + rank, mask=inside, other=0) + pairs, mask=inside)
     count = tl.sum(each, 0)
     most = tl.max(count, 0)
     if most > max_rows:

@@ -18,7 +18,7 @@ combine_recv   `wait_outputs`, then `sum`: in float32 in the order of the choice
 **A row goes to a rank once.** At EP8 that is 0.57 of the bytes of one copy an expert, at EP128
 0.98; the copies are made from the inbox by the receiver, whose memory is ten times as fast as
 NVLink and eighty times as fast as the network. Places need no agreement: a sender numbers its rows
-for each expert, the receiver adds where that sender begins. So the layout does not depend on timing.
+for each expert, the receiver adds where that sender begins. So timing does not change the layout.
 
 **Why data is there when a signal says so.** A program stores its part of rows, its threads meet at
 a barrier, then one thread adds the number of parts to the peer's counter with release at the scope
@@ -33,8 +33,8 @@ send, dispatch receive, combine send and combine receive of exchange i on one la
 in this order, exchange after exchange. Inboxes, counts and tags have two halves by the parity of i.
 
 1. Rank s writes to d's half of i in D(i+2) only after R(i+1) on s, which waited for d's tag of i+1;
-   d stores that in D(i+1), after R(i) and S(i) on d, the last readers of d's half of i. Every member
-   sends every member a tag, with or without rows. So two halves are enough, and one is not: s may
+   d stores that in D(i+1), after R(i) and S(i) on d, the last readers of d's half of i. Every
+   member sends every member a tag, with or without rows. So two halves are enough, and one is not: s may
    have no row for d in i, waits for no output of d, and may run D(i+1) while d has not read the tag
    of i.
 2. d writes outputs to the home h in S(i), after R(i) on d, which waited for h's tag of i; h stores
@@ -201,9 +201,7 @@ class NvshmemExperts:
         All members meet on the host before this and after it: no kernel of an earlier exchange may
         run any more. Their placements must name members only.
         """
-        self._members.copy_(
-            torch.tensor([int(rank in members) for rank in range(self.size.ranks)])
-        )
+        self._members.copy_(torch.tensor([int(rank in members) for rank in range(self.size.ranks)]))
         for lane in self.lanes:
             lane.reset(members)
         self._lost.zero_()

@@ -222,8 +222,8 @@ class Lane:
             send_kernel[(min(self._programs, count * self._parts),)](
                 rows, ids, self._rank_of, self._where, self._target, self._boxes_at,
                 self._arrivals_at, self.step, count, rows.stride(0), table.experts,
-                RANKS=size.ranks, TOP=size.top_k, HIDDEN=size.hidden, NOTES=size.notes_bytes,
-                RECORD=size.record, PART=self._part, PROGRAMS=min(self._programs, count * self._parts),
+                size.notes_bytes, RANKS=size.ranks, TOP=size.top_k, HIDDEN=size.hidden,
+                RECORD=size.record, PART=self._part,
                 RANKS_P2=_power(size.ranks), TOP_P2=_power(size.top_k), num_warps=self._warps,
             )  # fmt: skip
         if self._outbox.nbytes:
@@ -233,8 +233,8 @@ class Lane:
                 self._own(self._outbox), self._own(self._outcounts), self._own(self._stage),
                 self._own(self._there), self._own(self._tags), self._own(self._arrivals),
                 self._rows_to, self._puts, self.step, self._heap.rank, PUT_CHUNKS,
-                RANKS=size.ranks, SLOTS=size.slots, NOTE=size.note, RECORD=size.record,
-                NOTES=size.notes_bytes, INBOX=size.inbox_bytes, num_warps=8,
+                size.ranks, size.slots, size.note, size.record, size.notes_bytes,
+                size.inbox_bytes, num_warps=8,
             )  # fmt: skip
 
     def receive_rows(self) -> None:
@@ -264,9 +264,9 @@ class Lane:
         spread_kernel[(self._programs,)](
             self._own(self._stage), self._ends, self._starts, rows.values.view(torch.int32),
             rows.scales, homes, self.step, size.max_rows, rows.scales.stride(2),
-            RANKS=size.ranks, SLOTS=size.slots, TOKENS=size.tokens, TOP=size.top_k,
-            HIDDEN=size.hidden, NOTES=size.notes_bytes, RECORD=size.record, INBOX=size.inbox_bytes,
-            PART=self._part, PROGRAMS=self._programs, RANKS_P2=_power(size.ranks), num_warps=self._warps,
+            size.tokens, size.notes_bytes, size.inbox_bytes, RANKS=size.ranks, SLOTS=size.slots,
+            TOP=size.top_k, HIDDEN=size.hidden, RECORD=size.record, PART=self._part,
+            RANKS_P2=_power(size.ranks), num_warps=self._warps,
         )  # fmt: skip
 
     def send_outputs(self, outputs: Tensor) -> None:
@@ -279,8 +279,8 @@ class Lane:
             outputs = self.made.copy_(outputs)
         return_kernel[(self._programs,)](
             outputs, arrived.counts, arrived.homes, self._backs_at, self._returned_at,
-            size.max_rows, RANKS=size.ranks, SLOTS=size.slots, EACH=each, HIDDEN=size.hidden,
-            PART=self._part, PROGRAMS=self._programs, RANKS_P2=_power(size.ranks),
+            size.max_rows, each, RANKS=size.ranks, SLOTS=size.slots, HIDDEN=size.hidden,
+            PART=self._part, RANKS_P2=_power(size.ranks),
             SLOTS_P2=_power(size.slots), num_warps=self._warps,
         )  # fmt: skip
         if self._outbox.nbytes:
@@ -289,8 +289,7 @@ class Lane:
             put_outputs_kernel[(self._programs,)](
                 self._own(self._outputs), arrived.counts, arrived.homes, self._own(self._back),
                 self._own(self._returned), self._puts, size.max_rows, self._heap.rank,
-                SLOTS=size.slots, EACH=each, HIDDEN=size.hidden, PROGRAMS=self._programs,
-                SLOTS_P2=_power(size.slots), num_warps=8,
+                size.slots, each, size.hidden, SLOTS_P2=_power(size.slots), num_warps=8,
             )  # fmt: skip
 
     def wait_outputs(self) -> None:

@@ -35,9 +35,7 @@ class LayerTable:
         used: [ranks] int32, the slots of each rank that hold an expert.
     """
 
-    def __init__(
-        self, size: ExchangeSize, experts: int, most: int, device: torch.device
-    ) -> None:
+    def __init__(self, size: ExchangeSize, experts: int, most: int, device: torch.device) -> None:
         self.experts = experts
         self.most = most
         self._size = size

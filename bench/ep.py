@@ -1,0 +1,400 @@
+"""Dispatch and combine between ranks on GPUs: microseconds and GB/s of each half, beside limits.
+
+    python -P bench/ep.py [--ranks 2 4 8] [--tokens 16 128 256 1024 4096] [--tune] [--put]
+
+Hidden 7168, 8 of 256 experts a token, at random; FP8 out, bfloat16 back.
+
+With fewer GPUs than ranks all ranks share one process and one GPU: then a "peer's memory" is the
+same HBM, and what is timed is each kernel of rank 0 alone, with what it waits for already there, as
+a mean over repetitions inside of a CUDA graph. The limit is the device's copy rate over the bytes
+that the kernel has to read and write. What the same rows cost on NVLink or on a network is
+computed from their bytes, not measured.
+
+With at least as many GPUs as ranks there is a process a GPU, over NVSHMEM: dispatch is send and
+receive, combine likewise, both waits included; medians over exchanges of the slowest rank; beside
+NCCL's all-to-all of one row a choice, as bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / ".pythonpath")]
+
+import torch  # noqa: E402 - the path is set above
+
+from pdmesh.kernels.expert_exchange import ExchangeSize  # noqa: E402
+from pdmesh.kernels.symmetric import NvshmemHeap, in_process_heaps, new_job_id  # noqa: E402
+from pdmesh.model.parallel.exchange import Channel  # noqa: E402
+from pdmesh.model.parallel.nvshmem import NvshmemExperts  # noqa: E402
+from pdmesh.model.parallel.nvshmem_lane import Tuning  # noqa: E402
+from pdmesh.model.parallel.placement import Placement  # noqa: E402
+from pdmesh.model.parallel.replicas import ReplicaTable  # noqa: E402
+
+HIDDEN, TOP, EXPERTS = 7168, 8, 256
+HBM, NVLINK, NETWORK = 4.27e12, 380e9, 50e9
+"""Bytes a second: a copy on an H200 (read and written), NVLink one way, InfiniBand 400 Gb/s."""
+OUT = Path(os.environ.get("OUT", "."))
+REPEATS = 20
+
+
+def routed(tokens: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, ids and weights of a rank."""
+    generator = torch.Generator("cuda").manual_seed(rank)
+    rows = torch.randn(tokens, HIDDEN, generator=generator, device="cuda").bfloat16()
+    scores = torch.rand(tokens, EXPERTS, generator=generator, device="cuda")
+    ids = scores.topk(TOP, dim=1).indices
+    return rows, ids, torch.rand(tokens, TOP, generator=generator, device="cuda")
+
+
+def sized(ranks: int, tokens: int) -> ExchangeSize:
+    """Room for a third more rows an expert than there are on average."""
+    average = ranks * tokens * TOP / EXPERTS
+    most = int(average * 1.33 + 6 * average**0.5 + 16)
+    return ExchangeSize(ranks, EXPERTS // ranks, tokens, HIDDEN, TOP, -(-most // 64) * 64)
+
+
+def table(ranks: int) -> list[ReplicaTable]:
+    return [ReplicaTable.build(Placement.even(1, EXPERTS, ranks), 0, "cuda")]
+
+
+def timed(work: Callable[[], None], repeats: int = REPEATS) -> float:
+    """Microseconds of one `work`: the median over replays of a graph with `repeats` of them."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            work()
+    took = []
+    for _ in range(7):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        graph.replay()
+        ended.record()
+        torch.cuda.synchronize()
+        took.append(began.elapsed_time(ended) * 1e3 / repeats)
+    return statistics.median(took[1:])
+
+
+class OneGpu:
+    """All ranks in this process."""
+
+    def __init__(self, ranks: int, tokens: int, tuning: Tuning = Tuning()) -> None:  # noqa: B008
+        self.size = sized(ranks, tokens)
+        self.ends = [
+            NvshmemExperts(heap, table(ranks), self.size, lanes=1)
+            for heap in in_process_heaps(ranks, "cuda")
+        ]
+        self.data = [routed(tokens, rank) for rank in range(ranks)]
+        self.out = torch.empty_like(self.data[0][0])
+        self.tune(tuning)
+
+    def tune(self, tuning: Tuning) -> None:
+        for end in self.ends:
+            end.lanes[0].tune(tuning)
+            end.reset(range(self.size.ranks))
+        self.exchange()
+
+    def exchange(self) -> None:
+        """A whole one, which leaves everything as rank 0 needs it to do any part again."""
+        channel = Channel("dispatch", 1, 0, -1)
+        sent = [
+            end.dispatch_send(channel, 0, *data[:2])
+            for end, data in zip(self.ends, self.data, strict=True)
+        ]
+        received = [end.dispatch_recv(handle) for end, handle in zip(self.ends, sent, strict=True)]
+        back = []
+        for end, handle, here in zip(self.ends, sent, received, strict=True):
+            here.made.normal_()
+            back.append(end.combine_send(handle, here, here.made))
+        for end, handle, data in zip(self.ends, back, self.data, strict=True):
+            end.combine_recv(handle, data[2])
+        torch.cuda.synchronize()
+        for end in self.ends:
+            end.check()
+
+    def times(self) -> dict[str, float]:
+        """Microseconds of the parts of rank 0."""
+        lane, (rows, ids, weights) = self.ends[0].lanes[0], self.data[0]
+        places = self.ends[0]._tables[0]
+        found = {
+            "spread": timed(lane.spread_rows),
+            "return": timed(lambda: lane.send_outputs(lane.made)),
+            "send": timed(lambda: lane.send_rows(rows, ids, places)),
+        }
+        self.ends[0].reset(range(self.size.ranks))
+        for end in self.ends[1:]:
+            end.reset(range(self.size.ranks))
+        self.exchange()
+        seen = lane._seen.clone()
+        parity = int(lane.step) % 2
+        lane._pairs_to.zero_()
+        seen[parity] -= (lane._view(lane._arrivals).view(torch.int64).view(2, -1))[parity]
+
+        def waits() -> None:
+            lane._seen.copy_(seen)
+            lane.wait_rows()
+
+        def copies() -> None:
+            lane._seen.copy_(seen)
+
+        found["wait rows"] = timed(waits) - timed(copies)
+        found["wait outputs"] = timed(lane.wait_outputs)
+        found["sum"] = (
+            timed(lambda: lane.sum_outputs(ids, weights, self.out, places.experts))
+            - found["wait outputs"]
+        )
+        return found
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Rows sent to any rank, pairs; rows received, pairs: of rank 0."""
+        lane = self.ends[0].lanes[0]
+        pairs_in = int(lane.arrived.counts.sum())
+        ranks = [end._tables[0].ranks[:, 0].long() for end in self.ends]
+        rows_to = rows_in = 0
+        for home, (_, ids, _) in enumerate(self.data):
+            to = ranks[home][ids]
+            for peer in range(self.size.ranks):
+                there = int((to == peer).any(1).sum())
+                rows_to += there if home == 0 else 0
+                rows_in += there if peer == 0 else 0
+        return rows_to, self.data[0][1].numel(), rows_in, pairs_in
+
+    def wire(self) -> tuple[int, int]:
+        """Bytes that rank 0 sends to others: dispatch, combine."""
+        rows = pairs = 0
+        owner = self.ends[0]._tables[0].ranks[:, 0].long()
+        to = owner[self.data[0][1]]
+        for peer in range(1, self.size.ranks):
+            rows += self.size.dispatch_bytes(int((to == peer).any(1).sum()))
+        for home in range(1, self.size.ranks):
+            pairs += int((owner[self.data[home][1]] == 0).sum())
+        return rows, self.size.combine_bytes(pairs)
+
+
+def one_gpu(ranks: int, tokens: int, tuning: Tuning) -> dict[str, object]:
+    """A line of the table."""
+    group = OneGpu(ranks, tokens, tuning)
+    took = group.times()
+    rows_to, _, rows_in, pairs_in = group.counts()
+    record, wide = group.size.record + group.size.note, HIDDEN * 2
+    moved = {
+        "send": tokens * wide + rows_to * record,
+        "spread": rows_in * record + pairs_in * (HIDDEN + HIDDEN // 32),
+        "return": 2 * pairs_in * wide,
+        "sum": tokens * (TOP + 1) * wide,
+    }
+    dispatch, combine = group.wire()
+    line: dict[str, object] = {"ranks": ranks, "tokens": tokens, "where": "one GPU"}
+    for name, size in moved.items():
+        line[f"{name} us"] = round(took[name], 1)
+        line[f"{name} GB/s"] = round(size / took[name] / 1e3)
+        line[f"{name} of copy"] = round(size / HBM * 1e6 / took[name], 2)
+    line["wait rows us"], line["wait outputs us"] = took["wait rows"], took["wait outputs"]
+    for name, size, parts in (
+        ("dispatch", dispatch, ("send", "wait rows", "spread")),
+        ("combine", combine, ("return", "wait outputs", "sum")),
+    ):
+        line[f"{name} us"] = round(sum(took[part] for part in parts), 1)
+        line[f"{name} wire bytes"] = size
+        line[f"{name} NVLink bound us"] = round(size / NVLINK * 1e6, 1)
+        line[f"{name} network bound us"] = round(size / NETWORK * 1e6, 1)
+    return line
+
+
+def sweep(ranks: int) -> None:
+    """Launch parameters, to choose defaults by."""
+    for tokens in (128, 4096):
+        group = OneGpu(ranks, tokens)
+        for part in (1024, 512):
+            for warps in (2, 4, 8):
+                for programs in (132, 264, 528, 1056, 2112):
+                    group.tune(Tuning(programs, part, warps))
+                    took = group.times()
+                    words = "  ".join(f"{name} {value:7.1f}" for name, value in took.items())
+                    print(f"{tokens:5} part {part:4} warps {warps} programs {programs:5}: {words}")
+        del group
+        torch.cuda.empty_cache()
+
+
+class Member:
+    """A rank with a GPU of its own."""
+
+    def __init__(self, rank: int, ranks: int, tokens: int, heap: NvshmemHeap, put: bool) -> None:
+        import torch.distributed as dist
+
+        self.dist, self.rank = dist, rank
+        self.size = sized(ranks, tokens)
+        mapped = [rank] if put else None
+        self.end = NvshmemExperts(heap, table(ranks), self.size, mapped, lanes=1, timeout_s=60.0)
+        self.rows, self.ids, self.weights = routed(tokens, rank)
+        self.out = torch.empty_like(self.rows)
+        self.meet()
+
+    def meet(self) -> None:
+        torch.cuda.synchronize()
+        self.dist.barrier()
+
+    def times(self) -> tuple[float, float]:
+        """Microseconds of dispatch and of combine: medians over exchanges."""
+        lane, places = self.end.lanes[0], self.end._tables[0]
+
+        def dispatch() -> None:
+            lane.send_rows(self.rows, self.ids, places)
+            lane.receive_rows()
+
+        def combine() -> None:
+            lane.send_outputs(lane.made)
+            lane.sum_outputs(self.ids, self.weights, self.out, places.experts)
+
+        lane.made.normal_()
+        dispatch()
+        combine()
+        self.meet()
+        graphs = []
+        for work in (dispatch, combine):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                work()
+            graphs.append(graph)
+        self.meet()
+        count = 60
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(4)] for _ in range(count)]
+        for four in marks:
+            for half, graph in enumerate(graphs):
+                four[2 * half].record()
+                graph.replay()
+                four[2 * half + 1].record()
+        self.meet()
+        self.end.check()
+        return tuple(
+            statistics.median(four[half].elapsed_time(four[half + 1]) * 1e3 for four in marks[10:])
+            for half in (0, 2)
+        )
+
+    def nccl(self, group: object) -> float:
+        """Microseconds of all_to_all_single of one bfloat16 row a choice."""
+        count = self.rows.shape[0] * TOP // self.size.ranks * self.size.ranks
+        given = torch.randn(max(count, self.size.ranks), HIDDEN, device="cuda").bfloat16()
+        taken = torch.empty_like(given)
+        took = []
+        for _ in range(25):
+            self.dist.barrier()
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            self.dist.all_to_all_single(taken, given, group=group)
+            ended.record()
+            torch.cuda.synchronize()
+            took.append(began.elapsed_time(ended) * 1e3)
+        return statistics.median(took[5:])
+
+
+def member(rank: int, ranks: int, job: str, meeting: str, tokens: list[int], put: bool) -> None:
+    """A process of `many_gpus`; rank 0 prints a line of JSON for each number of tokens."""
+    import torch.distributed as dist
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    heap = NvshmemHeap.join(bytes.fromhex(job), rank, ranks, device)
+    nccl = dist.new_group(backend="nccl")
+    for count in tokens:
+        here = Member(rank, ranks, count, heap, put)
+        dispatch, combine = here.times()
+        times = torch.tensor([dispatch, combine, here.nccl(nccl)])
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        sent = here.end.sent
+        steps = int(here.end.lanes[0].step)
+        line: dict[str, object] = {
+            "ranks": ranks, "tokens": count, "where": "put" if put else "mapped",
+        }  # fmt: skip
+        for name, took in zip(("dispatch", "combine"), times.tolist(), strict=False):
+            size = sent.total(name) // steps
+            line[f"{name} us"] = round(took, 1)
+            line[f"{name} wire bytes"] = size
+            line[f"{name} GB/s"] = round(size / took / 1e3)
+            line[f"{name} NVLink bound us"] = round(size / NVLINK * 1e6, 1)
+            line[f"{name} network bound us"] = round(size / NETWORK * 1e6, 1)
+        line["NCCL all-to-all us"] = round(float(times[2]), 1)
+        if rank == 0:
+            print(json.dumps(line), file=answers, flush=True)
+        del here
+        torch.cuda.empty_cache()
+    os._exit(0)
+
+
+def many_gpus(ranks: int, tokens: list[int], put: bool) -> list[dict[str, object]]:
+    """Lines of the table, from processes with a GPU each."""
+    job = new_job_id().hex()
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            **os.environ,
+            "NVSHMEM_DISABLE_NVLS": "1",
+            "NVSHMEM_SYMMETRIC_SIZE": str((10 if put else 8) << 30),
+        }
+        command = [sys.executable, "-P", __file__, "--tokens", *map(str, tokens)]
+        command += ["--put"] if put else []
+        processes = [
+            subprocess.Popen(
+                [*command, "--member", str(rank), str(ranks), job, f"{folder}/meeting"],
+                env=environment, stdout=subprocess.PIPE, text=True,
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        try:
+            printed = processes[0].communicate(timeout=300)[0]
+        finally:
+            for process in processes:
+                process.kill()
+    return [json.loads(line) for line in printed.splitlines()]
+
+
+def show(lines: list[dict[str, object]]) -> None:
+    """The table, and a CSV file of it."""
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    with (OUT / "ep.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(lines)
+    for line in lines:
+        print("  ".join(f"{name} {value}" for name, value in line.items()), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 128, 256, 1024, 4096])
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--put", action="store_true", help="puts, though memory could be mapped")
+    parser.add_argument("--member", nargs=4)
+    asked = parser.parse_args()
+    if asked.member:
+        rank, ranks, job, meeting = asked.member
+        member(int(rank), int(ranks), job, meeting, asked.tokens, asked.put)
+    if asked.tune:
+        sweep(asked.ranks[-1])
+    lines: list[dict[str, object]] = []
+    for ranks in asked.ranks:
+        if ranks <= torch.cuda.device_count():
+            lines += many_gpus(ranks, asked.tokens, asked.put)
+        else:
+            for tokens in asked.tokens:
+                lines.append(one_gpu(ranks, tokens, Tuning()))
+                torch.cuda.empty_cache()
+    show(lines)
+
+
+if __name__ == "__main__":
+    main()
