@@ -56,7 +56,7 @@ def test_random_placements_batches_and_widths_equal_the_definition(seed):
 
 
 class Walk:
-    """Ranks at their own pace: each goes through exchanges, a part at a time, if its wait would end.
+    """Ranks at their own pace: each runs the parts of its exchanges once their waits would end.
 
     A part may run before others have run theirs of the same or of the exchange before.
     """
@@ -115,7 +115,7 @@ class Walk:
         return weighted_sum(back, weights[rank])
 
     def go(self):
-        """True if all sums are right. A rank is favoured for a while, so that others fall behind."""
+        """Whether all sums are right. A rank is favoured for a while: others fall behind."""
         favoured, left = 0, 0
         while ready := [rank for rank in range(self.ranks) if self.ready(rank)]:
             if not left:

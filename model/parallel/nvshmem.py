@@ -34,9 +34,9 @@ in this order, exchange after exchange. Inboxes, counts and tags have two halves
 
 1. Rank s writes to d's half of i in D(i+2) only after R(i+1) on s, which waited for d's tag of i+1;
    d stores that in D(i+1), after R(i) and S(i) on d, the last readers of d's half of i. Every
-   member sends every member a tag, with or without rows. So two halves are enough, and one is not: s may
-   have no row for d in i, waits for no output of d, and may run D(i+1) while d has not read the tag
-   of i.
+   member sends every member a tag, with or without rows. So two halves are enough, and one is not:
+   s may have no row for d in i, then waits for no output of d, and may run D(i+1) while d has not
+   read the tag of i.
 2. d writes outputs to the home h in S(i), after R(i) on d, which waited for h's tag of i; h stores
    that in D(i), after C(i-1) on h, the last reader of the outputs of i-1. So outputs need one half.
 3. Outboxes are read by blocking puts of the same stream; received rows and outputs belong to their
