@@ -131,7 +131,8 @@ class OneGpu:
         found = {
             "spread": timed(lane.spread_rows),
             "return": timed(lambda: lane.send_outputs(lane.made)),
-            "send": timed(lambda: lane.send_rows(rows, ids, places)),
+            "send": timed(lambda: lane.write_rows(rows, ids, places.experts)),
+            "plan": timed(lambda: lane.plan_rows(ids, places)),
         }
         self.ends[0].reset(range(self.size.ranks))
         for end in self.ends[1:]:
@@ -201,9 +202,10 @@ def one_gpu(ranks: int, tokens: int, tuning: Tuning) -> dict[str, object]:
         line[f"{name} us"] = round(took[name], 1)
         line[f"{name} GB/s"] = round(size / took[name] / 1e3)
         line[f"{name} of copy"] = round(size / HBM * 1e6 / took[name], 2)
-    line["wait rows us"], line["wait outputs us"] = took["wait rows"], took["wait outputs"]
+    for name in ("plan", "wait rows", "wait outputs"):
+        line[f"{name} us"] = round(took[name], 1)
     for name, size, parts in (
-        ("dispatch", dispatch, ("send", "wait rows", "spread")),
+        ("dispatch", dispatch, ("plan", "send", "wait rows", "spread")),
         ("combine", combine, ("return", "wait outputs", "sum")),
     ):
         line[f"{name} us"] = round(sum(took[part] for part in parts), 1)
@@ -217,9 +219,9 @@ def sweep(ranks: int) -> None:
     """Launch parameters, to choose defaults by."""
     for tokens in (128, 4096):
         group = OneGpu(ranks, tokens)
-        for part in (1024, 512):
-            for warps in (2, 4, 8):
-                for programs in (132, 264, 528, 1056, 2112):
+        for part in (1024,):
+            for warps in (1, 2, 4):
+                for programs in (1056, 2112, 4224):
                     group.tune(Tuning(programs, part, warps))
                     took = group.times()
                     words = "  ".join(f"{name} {value:7.1f}" for name, value in took.items())

@@ -56,7 +56,7 @@ def choose_kernel(
 def number_kernel(
     ids, rank_of, target, counts, used, rows_to, pairs_to, sent, counts_at, tags_at, step,
     rows, num_experts, RANKS: tl.constexpr, SLOTS: tl.constexpr, TOP: tl.constexpr,
-    BLOCK: tl.constexpr, SLOTS_P2: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS_P2: tl.constexpr, TOP_P2: tl.constexpr,
 ):  # fmt: skip
     """One program a peer: numbers the rows that go there, and tells it how many it will get.
 
@@ -69,27 +69,21 @@ def number_kernel(
     parity = number % 2
     total = tl.full([], 0, tl.int32)
     pairs = tl.full([], 0, tl.int32)
+    k = tl.arange(0, TOP_P2)[None, :]
     for start in range(0, rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        inside = row < rows
-        goes = row < 0
-        for k in tl.static_range(TOP):
-            expert = tl.load(ids + row * TOP + k, mask=inside, other=-1)
-            real = (expert >= 0) & (expert < num_experts)
-            hit = real & (tl.load(rank_of + row * TOP + k, mask=real, other=-1) == peer)
-            pairs += tl.sum(hit.to(tl.int32), 0)
-            goes = goes | hit
-        place = total + tl.cumsum(goes.to(tl.int32), 0) - 1
-        before = row < 0
-        for k in tl.static_range(TOP):
-            expert = tl.load(ids + row * TOP + k, mask=inside, other=-1)
-            real = (expert >= 0) & (expert < num_experts)
-            hit = real & (tl.load(rank_of + row * TOP + k, mask=real, other=-1) == peer)
-            value = tl.where(hit & (before == 0), place * RANKS + peer, -1)
-            mine = hit | ((real == 0) & inside & (peer == 0))
-            tl.store(target + row * TOP + k, value, mask=mine)
-            before = before | hit
-        total += tl.sum(goes.to(tl.int32), 0)
+        row = start + tl.arange(0, BLOCK)[:, None]
+        at = row * TOP + k
+        inside = (row < rows) & (k < TOP)
+        expert = tl.load(ids + at, mask=inside, other=-1)
+        real = (expert >= 0) & (expert < num_experts)
+        hit = real & (tl.load(rank_of + at, mask=real, other=-1) == peer)
+        first = hit & (tl.cumsum(hit.to(tl.int32), 1) == 1)
+        goes = tl.sum(first.to(tl.int32), 1)
+        place = total + tl.cumsum(goes, 0) - 1
+        value = tl.where(first, place[:, None] * RANKS + peer, -1)
+        tl.store(target + at, value, mask=hit | ((real == 0) & inside & (peer == 0)))
+        total += tl.sum(goes, 0)
+        pairs += tl.sum(tl.sum(hit.to(tl.int32), 1), 0)
     tl.store(rows_to + peer, total)
     tl.store(pairs_to + peer, pairs)
     tl.store(sent + peer, tl.load(sent + peer) + total)

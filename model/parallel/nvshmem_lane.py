@@ -24,14 +24,14 @@ class Tuning:
     """How kernels are launched.
 
     Attributes:
-        programs: of a kernel that walks over rows; 0: two a multiprocessor.
+        programs: of a kernel that walks over rows; 0: sixteen a multiprocessor.
         part: values of a row that one item takes.
         warps: of such a program.
     """
 
     programs: int = 0
     part: int = 1024
-    warps: int = 4
+    warps: int = 2
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Lane:
             self._part //= 2
         if self._heap.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self._heap.device)
-            self._programs = tuning.programs or 2 * properties.multi_processor_count
+            self._programs = tuning.programs or 16 * properties.multi_processor_count
         else:
             self._programs = tuning.programs or 3
         self._warps = tuning.warps
@@ -202,29 +202,41 @@ class Lane:
 
     def send_rows(self, rows: Tensor, ids: Tensor, table: LayerTable) -> None:
         """dispatch_send: rows [n, h], ids [n, k] int64."""
-        from pdmesh.kernels.triton.ep_dispatch import choose_kernel, number_kernel, send_kernel
+        self.plan_rows(ids, table)
+        self.write_rows(rows, ids, table.experts)
 
-        size, count = self.size, rows.shape[0]
+    def plan_rows(self, ids: Tensor, table: LayerTable) -> None:
+        """The first part of dispatch_send: where rows go; peers are told how many come."""
+        from pdmesh.kernels.triton.ep_dispatch import choose_kernel, number_kernel
+
+        size, count = self.size, ids.shape[0]
         pairs = count * size.top_k
         choose_kernel[(table.experts,)](
             ids, table.ranks, table.slots, table.copies, table.begins, self._rank_of, self._where,
-            self._counts, self.step, pairs, table.experts,
-            MOST=table.most, SLOTS=size.slots, BLOCK=min(2048, max(128, _power(pairs))),
-            COPIES=_power(table.most), num_warps=4,
+            self._counts, self.step, pairs, table.experts, MOST=table.most, SLOTS=size.slots,
+            BLOCK=min(4096, max(128, _power(pairs))), COPIES=_power(table.most),
+            num_warps=8 if pairs > 1024 else 4,
         )  # fmt: skip
         number_kernel[(size.ranks,)](
             ids, self._rank_of, self._target, self._counts, table.used, self._rows_to,
             self._pairs_to, self._sent, self._counts_at, self._tags_at, self.step, count,
             table.experts, RANKS=size.ranks, SLOTS=size.slots, TOP=size.top_k,
-            BLOCK=min(1024, max(32, _power(count))), SLOTS_P2=_power(size.slots), num_warps=4,
+            BLOCK=min(1024, max(16, _power(count))), SLOTS_P2=_power(size.slots),
+            TOP_P2=_power(size.top_k), num_warps=8 if count > 128 else 4,
         )  # fmt: skip
+
+    def write_rows(self, rows: Tensor, ids: Tensor, experts: int) -> None:
+        """The second part: the rows themselves."""
+        from pdmesh.kernels.triton.ep_dispatch import send_kernel
+
+        size, count = self.size, rows.shape[0]
         if count:
             send_kernel[(min(self._programs, count * self._parts),)](
                 rows, ids, self._rank_of, self._where, self._target, self._boxes_at,
-                self._arrivals_at, self.step, count, rows.stride(0), table.experts,
-                size.notes_bytes, RANKS=size.ranks, TOP=size.top_k, HIDDEN=size.hidden,
-                RECORD=size.record, PART=self._part,
-                RANKS_P2=_power(size.ranks), TOP_P2=_power(size.top_k), num_warps=self._warps,
+                self._arrivals_at, self.step, count, rows.stride(0), experts, size.notes_bytes,
+                RANKS=size.ranks, TOP=size.top_k, HIDDEN=size.hidden, RECORD=size.record,
+                PART=self._part, RANKS_P2=_power(size.ranks), TOP_P2=_power(size.top_k),
+                num_warps=self._warps,
             )  # fmt: skip
         if self._outbox.nbytes:
             from pdmesh.kernels.triton.ep_put import put_rows_kernel
