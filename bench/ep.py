@@ -332,6 +332,8 @@ def member(rank: int, ranks: int, job: str, meeting: str, tokens: list[int], put
         line["NCCL all-to-all us"] = round(float(times[2]), 1)
         if rank == 0:
             print(json.dumps(line), file=answers, flush=True)
+        here.meet()
+        here.end.close()
         del here
         torch.cuda.empty_cache()
     os._exit(0)

@@ -56,8 +56,8 @@ def new_scales(*shape: int, device: torch.device | str = "cpu") -> Tensor:
 def quantise_rows(x: Tensor) -> Rows:
     """x [..., m, k] in any floating dtype to `Rows`; the last group of a row may be partial.
 
-    A scale is the group's largest magnitude over 448, divided as IEEE 754 has it on every device: by
-    a number on the host, torch multiplies with the inverse on a GPU.
+    A scale is the group's largest magnitude over 448, rounded as IEEE 754 has it on every device.
+    (Divided by a number of the host's, torch would multiply with its inverse on a GPU.)
     """
     *batch, rows, k = x.shape
     largest = torch.full((), FP8_MAX, device=x.device)

@@ -33,6 +33,9 @@ class SymmetricHeap(Protocol):
     def allocate(self, nbytes: int) -> Tensor:
         """[nbytes] uint8, zeros. Collective: all ranks call it in the same order, alike."""
 
+    def free(self, memory: Tensor) -> None:
+        """Gives a block back. Collective; no rank may write there any more."""
+
     def addresses(self, memory: Tensor) -> tuple[int, ...]:
         """Each rank's block that was allocated with `memory`; 0 where it is not mapped here."""
 
@@ -63,6 +66,9 @@ class InProcessHeap:
             raise ValueError(f"{nbytes} bytes, but another rank took {blocks[0].numel()}")
         self._taken += 1
         return blocks[self.rank]
+
+    def free(self, memory: Tensor) -> None:
+        """See `SymmetricHeap`: it goes with the heaps."""
 
     def addresses(self, memory: Tensor) -> tuple[int, ...]:
         """See `SymmetricHeap`."""
@@ -99,7 +105,7 @@ class NvshmemHeap:
         self.rank = int(core.my_pe())
         self.size = int(core.n_pes())
         self.device = device
-        self._peers: list[Tensor] = []
+        self._peers: dict[int, list[Tensor]] = {}
 
     @staticmethod
     def join(job_id: bytes, rank: int, size: int, device: torch.device) -> NvshmemHeap:
@@ -121,6 +127,12 @@ class NvshmemHeap:
         torch.cuda.synchronize(self.device)
         return memory
 
+    def free(self, memory: Tensor) -> None:
+        """See `SymmetricHeap`."""
+        self._peers.pop(memory.data_ptr(), None)
+        torch.cuda.synchronize(self.device)
+        _core().free_tensor(memory)
+
     def addresses(self, memory: Tensor) -> tuple[int, ...]:
         """See `SymmetricHeap`."""
         return tuple(
@@ -134,7 +146,7 @@ class NvshmemHeap:
             there: Tensor = core.get_peer_tensor(memory, peer)
         except (core.NvshmemError, core.NvshmemInvalid):
             return 0
-        self._peers.append(there)
+        self._peers.setdefault(memory.data_ptr(), []).append(there)
         return there.data_ptr()
 
 

@@ -4,18 +4,25 @@ import random
 
 import pytest
 import torch
+from model_cases import tiny_model
+from parallel_rig import MOE_LAYERS, WIDE, a_step
 from symmetric_rig import Group, channel, experts_made, inputs, same_bits, scattered
 
 from pdmesh.kernels.expert_exchange import ExchangeSize, arrive, come_back
 from pdmesh.kernels.moe import weighted_sum
 from pdmesh.kernels.symmetric import in_process_heaps
 from pdmesh.model.parallel.exchange import RankLost
+from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.nvshmem import ExpertsFull, NvshmemExperts
+from pdmesh.model.parallel.payload import WireFormat
 from pdmesh.model.parallel.placement import Placement
 from pdmesh.model.parallel.replicas import ReplicaTable
+from pdmesh.model.parallel.virtual import Settings, VirtualRanks
 from pdmesh.wire.errors import ConfigError
 
 EXPERTS, TOP = 6, 3
+MODEL = {**WIDE, "hidden_size": 128, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
+MODEL["num_experts_per_tok"] = 2
 
 
 def sized(placement, tokens=5, hidden=128, max_rows=24):
@@ -250,6 +257,24 @@ def test_experts_in_plain_torch_compute_on_the_masked_layout():
         picked = every.transpose(0, 1)[torch.arange(len(x))[:, None], ids[rank]]
         want = (picked * weights[rank][..., None]).sum(1)
         assert (found - want).norm() < 0.05 * want.norm()
+
+
+@pytest.mark.parametrize("mode", ["dispatch_overlap", "microbatch"])
+def test_the_layers_of_a_model_run_over_it_as_over_messages(mode):
+    model = tiny_model(0, **MODEL)
+    step = a_step(model, 2, 1, (5, 3))
+    wire = Settings(wire=WireFormat("fp8", "bf16"), mode=mode)
+    found = []
+    for symmetric in (False, True):
+        ranks = VirtualRanks(model, Groups(2), settings=wire)
+        if symmetric:
+            tables = [ReplicaTable.build(ranks.placement, n) for n in range(MOE_LAYERS)]
+            size = ExchangeSize(2, 4, 8, 128, 2, 32)
+            for rank, heap in enumerate(in_process_heaps(2)):
+                ranks._ranks[rank].expert_parallel = NvshmemExperts(heap, tables, size)
+        found.append(ranks.forward(step.inputs))
+    for messages, symmetric in zip(*found, strict=True):
+        assert (messages - symmetric).norm() < 1e-3 * messages.norm()
 
 
 def test_sizes_that_do_not_fit_are_refused_by_a_sentence():

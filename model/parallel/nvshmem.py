@@ -195,6 +195,11 @@ class NvshmemExperts:
                 raise RankLost(rank, "what it had to send to the experts or back from them")
         raise ExpertsFull(f"an expert got {lost[-1]} rows; there is room for {self.size.max_rows}")
 
+    def close(self) -> None:
+        """Gives the symmetric memory back. Collective; no exchange may be under way."""
+        for lane in self.lanes:
+            lane.close()
+
     def reset(self, members: Collection[int]) -> None:
         """Begins anew with `members`, after an exchange that failed.
 

@@ -183,6 +183,11 @@ class Lane:
             self._backs_at[peer] = base + self._back.offset if written else 0
             self._returned_at[peer] = base + self._returned.offset + me * 8 if written else 0
 
+    def close(self) -> None:
+        """Gives the symmetric memory back."""
+        self.made = torch.empty(0, device=self._heap.device)
+        self._heap.free(self._memory)
+
     def reset(self, members: Collection[int]) -> None:
         """As if nothing had been exchanged yet, with `members`."""
         self._memory[: self._signals_end].zero_()
