@@ -33,13 +33,13 @@ def sized(placement, tokens=5, hidden=128, max_rows=24):
 @pytest.mark.parametrize(
     ("kind", "counts"),
     [
-        ("balanced", (4, 5)),
+        ("balanced", (1, 3)),
         ("skewed", (0, 5, 1)),
         ("one", (2, 0, 5)),
-        ("padded", (5, 5)),
+        ("padded", (4, 2)),
         ("balanced", (0, 0, 3, 0)),
         ("balanced", (0, 0)),
-        ("skewed", (5,)),
+        ("skewed", (3,)),
     ],
 )
 def test_what_arrives_and_what_comes_back_are_bit_for_bit_the_definition(kind, counts):
@@ -135,7 +135,7 @@ class Walk:
         )
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_ranks_that_run_ahead_overwrite_nothing_that_others_still_read(seed):
     assert Walk(seed).go()
 
@@ -196,7 +196,7 @@ def test_a_rank_that_sends_nothing_is_named_and_the_others_go_on_without_it():
     for rank in (0, 2):
         group.ends[rank].reset([0, 2])
     rows[1], ids[1], weights[1] = rows[1][:0], ids[1][:0], weights[1][:0]
-    for _ in range(3):
+    for _ in range(2):
         _, _, sums = group.exchange(rows, ids, weights, members=[0, 2])
         for rank in (0, 2):
             group.ends[rank].check()
