@@ -219,13 +219,12 @@ def sweep(ranks: int) -> None:
     """Launch parameters, to choose defaults by."""
     for tokens in (128, 4096):
         group = OneGpu(ranks, tokens)
-        for part in (1024,):
-            for warps in (1, 2, 4):
-                for programs in (1056, 2112, 4224):
-                    group.tune(Tuning(programs, part, warps))
-                    took = group.times()
-                    words = "  ".join(f"{name} {value:7.1f}" for name, value in took.items())
-                    print(f"{tokens:5} part {part:4} warps {warps} programs {programs:5}: {words}")
+        tunings = [Tuning(p, 1024, w) for w in (1, 2, 4) for p in (1056, 2112, 4224)]
+        tunings += [Tuning(scan=scan) for scan in (1024, 2048, 4096, 8192, 16384)]
+        for tuning in tunings:
+            group.tune(tuning)
+            words = "  ".join(f"{name} {value:6.1f}" for name, value in group.times().items())
+            print(f"{tokens:5} {tuning}: {words}", flush=True)
         del group
         torch.cuda.empty_cache()
 
@@ -239,7 +238,7 @@ class Member:
         self.dist, self.rank = dist, rank
         self.size = sized(ranks, tokens)
         mapped = [rank] if put else None
-        self.end = NvshmemExperts(heap, table(ranks), self.size, mapped, lanes=1, timeout_s=60.0)
+        self.end = NvshmemExperts(heap, table(ranks), self.size, mapped, lanes=1, timeout_s=20.0)
         self.rows, self.ids, self.weights = routed(tokens, rank)
         self.out = torch.empty_like(self.rows)
         self.meet()
@@ -358,11 +357,14 @@ def many_gpus(ranks: int, tokens: list[int], put: bool) -> list[dict[str, object
             for rank in range(ranks)
         ]  # fmt: skip
         try:
-            printed = processes[0].communicate(timeout=300)[0]
+            lines = []
+            for line in processes[0].stdout or ():
+                lines.append(json.loads(line))
+                print(line, end="", flush=True)
         finally:
             for process in processes:
                 process.kill()
-    return [json.loads(line) for line in printed.splitlines()]
+    return lines
 
 
 def show(lines: list[dict[str, object]]) -> None:

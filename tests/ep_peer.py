@@ -5,9 +5,11 @@ Talks to it over a pipe, one command a line, JSON. Ranks meet on the host over g
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -51,7 +53,7 @@ class Peer:
             )
             tables = [ReplicaTable.build(placement, 0, self.heap.device)]
             mapped = None if path == "mapped" else [self.heap.rank]
-            end = NvshmemExperts(self.heap, tables, size, mapped, lanes=1, timeout_s=90.0)
+            end = NvshmemExperts(self.heap, tables, size, mapped, lanes=1, timeout_s=30.0)
             self.meet()
             self.ends[key] = (end, tables[0], size)
         return self.ends[key]
@@ -206,7 +208,11 @@ def main() -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     peer = Peer(NvshmemHeap.join(bytes.fromhex(job_id), rank, size, device))
     print(json.dumps("ready"), file=answers, flush=True)
+    if "EP_TRACE" in os.environ:
+        faulthandler.dump_traceback_later(20, repeat=True)
     for line in sys.stdin:
+        if "EP_TRACE" in os.environ:
+            sys.stderr.write(f"{time.monotonic():.1f} rank {rank}: {line}")
         print(json.dumps(peer.do(json.loads(line))), file=answers, flush=True)
     os._exit(0)  # leaving the job is collective, and a test may have killed a peer
 

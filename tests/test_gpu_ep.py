@@ -82,7 +82,7 @@ def ask(peers, **command):
 @pytest.mark.parametrize("path", ["mapped", "put"])
 @pytest.mark.parametrize("kind", ["balanced", "skewed", "one", "padded"])
 def test_what_arrives_is_bit_for_bit_the_definition(ranks, path, kind):
-    for seed, counts, hidden in ((0, [16, 16], 7168), (1, [0, 40, 7, 1], 1024), (2, [0, 3], 512)):
+    for seed, counts, hidden in ((0, [16, 16], 7168), (1, [0, 40, 7, 1], 1024), (2, [0, 3], 1024)):
         per_rank = [counts[rank % len(counts)] for rank in range(len(ranks))]
         command = {"do": "layout", "path": path, "kind": kind, "hidden": hidden, "seed": seed}
         assert ask(ranks, **command, counts=per_rank) == ["right"] * len(ranks)
@@ -91,7 +91,9 @@ def test_what_arrives_is_bit_for_bit_the_definition(ranks, path, kind):
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("path", ["mapped", "put"])
 def test_exchange_after_exchange_without_a_meeting_gives_the_right_sums(ranks, path, graph):
-    steps = {2: 400, 4: 100, 8: 25}[len(ranks)]
+    # Ranks that share a GPU take turns at it, and a waiting one keeps its turn for milliseconds.
+    own = torch.cuda.device_count() >= len(ranks)
+    steps = 2000 if own else {2: 400, 4: 100, 8: 25}[len(ranks)]
     for kind in ("balanced", "padded"):
         command = {"do": "stream", "path": path, "kind": kind, "tokens": 24, "hidden": 1024}
         answers = ask(ranks, **command, steps=steps, seed=7, graph=graph)
@@ -101,7 +103,7 @@ def test_exchange_after_exchange_without_a_meeting_gives_the_right_sums(ranks, p
 @pytest.mark.parametrize("path", ["mapped", "put"])
 @pytest.mark.parametrize("tokens", [1, 128, 4096])
 def test_batches_of_one_row_to_4096_give_the_right_sums(ranks, path, tokens):
-    command = {"do": "stream", "path": path, "kind": "balanced", "tokens": tokens, "hidden": 512}
+    command = {"do": "stream", "path": path, "kind": "balanced", "tokens": tokens, "hidden": 1024}
     assert ask(ranks, **command, steps=3, seed=0, graph=True) == ["right"] * len(ranks)
 
 

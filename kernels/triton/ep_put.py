@@ -15,10 +15,14 @@ from torch.distributed._symmetric_memory._nvshmem_triton import (
 
 SET: tl.constexpr = tl.constexpr(0)
 ADD: tl.constexpr = tl.constexpr(5)
+ROWS = ["outbox", "outcounts", "stage", "there", "tags", "arrived", "me", "chunks", "ranks"]
+ROWS += ["slots", "note", "record", "notes", "inbox"]
+OUTPUTS = ["outputs", "back", "returned", "max_rows", "me", "slots", "each", "hidden"]
+"""Arguments whose values make no other kernel: the device library takes long to compile in."""
 
 
 @requires_nvshmem
-@triton.jit
+@triton.jit(do_not_specialize=ROWS)
 def put_rows_kernel(
     outbox, outcounts, stage, there, tags, arrived, rows_to, puts, step, me, chunks,
     ranks, slots, note, record, notes, inbox,
@@ -59,7 +63,7 @@ def put_rows_kernel(
 
 
 @requires_nvshmem
-@triton.jit
+@triton.jit(do_not_specialize=OUTPUTS)
 def put_outputs_kernel(
     outputs, counts, homes, back, returned, puts, max_rows, me, slots, each, hidden,
     SLOTS_P2: tl.constexpr,

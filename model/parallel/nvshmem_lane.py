@@ -27,11 +27,13 @@ class Tuning:
         programs: of a kernel that walks over rows; 0: sixteen a multiprocessor.
         part: values of a row that one item takes.
         warps: of such a program.
+        scan: choices that a program looks at in one go to find an expert's.
     """
 
     programs: int = 0
     part: int = 1024
     warps: int = 2
+    scan: int = 4096
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ class Lane:
         else:
             self._programs = tuning.programs or 3
         self._warps = tuning.warps
+        self._scan = tuning.scan
         self._parts = self.size.hidden // self._part
         for peer in range(self.size.ranks):
             put = bool(self._puts[peer])
@@ -216,11 +219,11 @@ class Lane:
 
         size, count = self.size, ids.shape[0]
         pairs = count * size.top_k
+        block = min(self._scan, max(128, _power(pairs)))
         choose_kernel[(table.experts,)](
             ids, table.ranks, table.slots, table.copies, table.begins, self._rank_of, self._where,
             self._counts, self.step, pairs, table.experts, MOST=table.most, SLOTS=size.slots,
-            BLOCK=min(4096, max(128, _power(pairs))), COPIES=_power(table.most),
-            num_warps=8 if pairs > 1024 else 4,
+            BLOCK=block, COPIES=_power(table.most), num_warps=min(16, max(4, block // 512)),
         )  # fmt: skip
         number_kernel[(size.ranks,)](
             ids, self._rank_of, self._target, self._counts, table.used, self._rows_to,
