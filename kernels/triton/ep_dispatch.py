@@ -32,16 +32,22 @@ def choose_kernel(
     if expert < num_experts:
         count = tl.load(copies + expert)
         begin = tl.load(begins + expert)
+        only_rank = tl.load(ranks + expert * MOST)
+        only_slot = tl.load(slots + expert * MOST)
         total = 0
         for start in range(0, pairs, BLOCK):
             at = start + tl.arange(0, BLOCK)
             hit = tl.load(ids + at, mask=at < pairs, other=-1) == expert
             turn = total + tl.cumsum(hit.to(tl.int32), 0) - 1
-            copy = (turn + begin) % count
-            rank = tl.load(ranks + expert * MOST + copy, mask=hit, other=0)
-            slot = tl.load(slots + expert * MOST + copy, mask=hit, other=0)
-            tl.store(rank_of + at, rank, mask=hit)
-            tl.store(where + at, (slot << BITS) | (turn // count), mask=hit)
+            if MOST == 1:
+                tl.store(rank_of + at, only_rank + tl.zeros_like(at), mask=hit)
+                tl.store(where + at, (only_slot << BITS) | turn, mask=hit)
+            else:
+                copy = (turn + begin) % count
+                rank = tl.load(ranks + expert * MOST + copy, mask=hit, other=0)
+                slot = tl.load(slots + expert * MOST + copy, mask=hit, other=0)
+                tl.store(rank_of + at, rank, mask=hit)
+                tl.store(where + at, (slot << BITS) | (turn // count), mask=hit)
             total += tl.sum(hit.to(tl.int32), 0)
         copy = tl.arange(0, COPIES)
         there = copy < count

@@ -230,7 +230,7 @@ class Lane:
             self._pairs_to, self._sent, self._counts_at, self._tags_at, self.step, count,
             table.experts, RANKS=size.ranks, SLOTS=size.slots, TOP=size.top_k,
             BLOCK=min(1024, max(16, _power(count))), SLOTS_P2=_power(size.slots),
-            TOP_P2=_power(size.top_k), num_warps=8 if count > 128 else 4,
+            TOP_P2=_power(size.top_k), num_warps=16 if count > 512 else 8 if count > 128 else 4,
         )  # fmt: skip
 
     def write_rows(self, rows: Tensor, ids: Tensor, experts: int) -> None:
