@@ -1,0 +1,198 @@
+"""The model on a device, with its weights in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdmesh.kernels.backends import Backends, Shapes, choose_backends
+from pdmesh.model.batch import Batch, Form
+from pdmesh.model.config import ModelConfig
+from pdmesh.model.device.building import build_weights
+from pdmesh.model.device.layers import Layers, head_logits
+from pdmesh.model.device.sources import CheckpointSource
+from pdmesh.model.device.step import DeviceStep, plan_step
+from pdmesh.model.device.weights import LayerWeights, ModelWeights
+from pdmesh.model.rope import rope_table
+from pdmesh.model.weights import Progress
+
+
+class DeviceModel:
+    """A `ComputingModel` whose matrices stay in FP8 and whose rows are quantised on the way.
+
+    Hidden states are bfloat16. A row's result may depend on how many rows there are: another number
+    of rows may be computed by another kernel.
+
+    Args:
+        config: of the model.
+        weights: on one device.
+        ops: what computes; by default the best for the device.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, ops: Backends | None = None
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.ops = ops or choose_backends(self.device, shapes_of(config))
+        self._layers = Layers(config, rope_table(config, self.device), self.ops)
+
+    @staticmethod
+    def load(
+        path: str | Path,
+        device: torch.device | str = "cpu",
+        mtp: bool = True,
+        progress: Progress | None = None,
+    ) -> DeviceModel:
+        """Read a checkpoint; matrices that it does not hold in FP8 are quantised.
+
+        Raises:
+            ConfigError: as `load_model`.
+        """
+        path, device = Path(path), torch.device(device)
+        config = ModelConfig.from_path(path)
+        with ExitStack() as stack:
+            source = CheckpointSource(stack, path, config, device, mtp, progress)
+            return DeviceModel(config, build_weights(config, source, device, mtp))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.weights.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of hidden states."""
+        return self.weights.embedding.dtype
+
+    @property
+    def num_latent_layers(self) -> int:
+        """Layers a page holds: num_layers, plus one with MTP."""
+        return self.config.num_hidden_layers + (self.weights.mtp is not None)
+
+    def new_latents(self, num_pages: int, page_size: int = 64) -> Tensor:
+        """An empty pool of bfloat16 [num_pages, num_latent_layers, page_size, width]."""
+        shape = (num_pages, self.num_latent_layers, page_size, self.config.latent_width)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        batch: Batch,
+        latents: Tensor,
+        form: Form,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """As `DeepseekV3.forward`; [T, hidden] bfloat16."""
+        self._check(batch, latents)
+        step = plan_step(batch, form, latents.shape[1], first_key=0)
+        return self.run(step, latents, on_layer)
+
+    @torch.no_grad()
+    def mtp_forward(
+        self, batch: Batch, previous_hidden: Tensor, latents: Tensor, form: Form
+    ) -> Tensor:
+        """As `DeepseekV3.mtp_forward`; [T, hidden] bfloat16."""
+        self._check(batch, latents)
+        if self.weights.mtp is None:
+            raise ValueError("this model has no MTP layer")
+        if any(item.start == 0 for item in batch.slices):
+            raise ValueError("the MTP layer has no row for position 0")
+        step = plan_step(batch, form, latents.shape[1], first_key=1)
+        return self.run_mtp(step, previous_hidden, latents)
+
+    def run(
+        self, step: DeviceStep, pool: Tensor, on_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """The main model's layers over a planned step: [m, hidden]."""
+        residual = F.embedding(step.tokens, self.weights.embedding)
+        return self._run(self.weights.layers, residual, step, pool, 0, on_layer)
+
+    def run_mtp(self, step: DeviceStep, previous: Tensor, pool: Tensor) -> Tensor:
+        """The MTP layer over a planned step; previous [m, hidden]: [m, hidden]."""
+        mtp, eps = self.weights.mtp, self.config.rms_norm_eps
+        assert mtp is not None
+        token = F.embedding(step.tokens, self.weights.embedding)
+        token = self.ops.rms_norm(token, mtp.enorm, eps)
+        before = self.ops.rms_norm(previous, mtp.hnorm, eps)
+        residual = F.linear(torch.cat([token, before], dim=-1), mtp.eh_proj)
+        return self._run((mtp.layer,), residual, step, pool, self.config.num_hidden_layers, None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `DeepseekV3.logits`."""
+        return self._head(hidden, self.weights.norm)
+
+    def mtp_logits(self, hidden: Tensor) -> Tensor:
+        """As `DeepseekV3.mtp_logits`."""
+        if self.weights.mtp is None:
+            raise ValueError("this model has no MTP layer")
+        return self._head(hidden, self.weights.mtp.head_norm)
+
+    @torch.no_grad()
+    def _head(self, hidden: Tensor, norm: Tensor) -> Tensor:
+        normed = self.ops.rms_norm(hidden, norm, self.config.rms_norm_eps)
+        return head_logits(normed, self.weights.head)
+
+    def _run(
+        self,
+        layers: tuple[LayerWeights, ...],
+        residual: Tensor,
+        step: DeviceStep,
+        pool: Tensor,
+        first: int,
+        on_layer: Callable[[int], None] | None,
+    ) -> Tensor:
+        """Changes `residual` in place and returns it."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        output: Tensor | None = None
+        for index, weights in enumerate(layers, start=first):
+            if output is None:
+                rows, _ = ops.rms_norm_quantise(residual, weights.input_norm, eps)
+            else:
+                rows, _ = ops.add_rms_norm_quantise(output, residual, weights.input_norm, eps)
+            attended = self._layers.run(weights, rows, step, pool, index)
+            if on_layer is not None:
+                on_layer(index)
+            rows, normed = ops.add_rms_norm_quantise(attended, residual, weights.post_norm, eps)
+            output = self._layers.feed_forward(weights.mlp, rows, normed, step.real)
+        assert output is not None
+        return residual.add_(output)
+
+    def _check(self, batch: Batch, latents: Tensor) -> None:
+        layers, width = self.num_latent_layers, self.config.latent_width
+        right = latents.dim() == 4 and latents.shape[1] == layers and latents.is_contiguous()
+        if not right or (latents.dtype != torch.uint8 and latents.shape[3] != width):
+            raise ValueError(
+                f"latents must be a contiguous [pages, {layers}, page_size, {width}] tensor, this "
+                f"one is {list(latents.shape)}"
+            )
+        if latents.shape[2] != batch.page_size:
+            raise ValueError(
+                f"latents have pages of {latents.shape[2]}, the batch of {batch.page_size}"
+            )
+        if batch.last_position >= self.config.max_position_embeddings:
+            raise ValueError(
+                f"position {batch.last_position} is beyond max_position_embeddings "
+                f"{self.config.max_position_embeddings}"
+            )
+
+
+def shapes_of(config: ModelConfig, page_size: int = 64, latent_bytes: int = 2) -> Shapes:
+    """What the choice of kernels depends on."""
+    return Shapes(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        rank=config.kv_lora_rank,
+        rope=config.qk_rope_head_dim,
+        nope=config.qk_nope_head_dim,
+        value_dim=config.v_head_dim,
+        intermediate=config.moe_intermediate_size,
+        experts=config.n_routed_experts,
+        page_size=page_size,
+        latent_bytes=latent_bytes,
+    )
