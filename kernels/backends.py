@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from pdmesh.kernels import engine_ops, quantised
+from pdmesh.kernels import mla_reference, quantised, routing
 from pdmesh.kernels.norm import rms_norm
+from pdmesh.kernels.rope_append import rope_append
 
 Call = Callable[..., Any]
 
@@ -78,13 +79,13 @@ PLAIN: dict[str, Call] = {
     "contiguous_grouped_gemm": quantised.contiguous_grouped_gemm,
     "absorb_query": quantised.absorb_query,
     "project_values_quantise": quantised.project_values_quantise,
-    "rope_append": engine_ops.rope_append,
-    "gate_topk": engine_ops.gate_topk,
-    "to_masked": engine_ops.to_masked,
-    "to_contiguous": engine_ops.to_contiguous,
-    "from_experts": engine_ops.from_experts,
-    "mla_decode": engine_ops.mla_decode,
-    "mla_prefill": engine_ops.mla_prefill,
+    "rope_append": rope_append,
+    "gate_topk": routing.gate_topk,
+    "permute_masked": routing.permute_masked,
+    "permute_contiguous": routing.permute_contiguous,
+    "unpermute": routing.unpermute,
+    "mla_decode": mla_reference.mla_decode,
+    "mla_prefill": mla_reference.mla_prefill,
 }
 """The definition of every operation, which runs everywhere."""
 
@@ -108,9 +109,9 @@ class Backends:
     project_values_quantise: Call
     rope_append: Call
     gate_topk: Call
-    to_masked: Call
-    to_contiguous: Call
-    from_experts: Call
+    permute_masked: Call
+    permute_contiguous: Call
+    unpermute: Call
     mla_decode: Call
     mla_prefill: Call
 

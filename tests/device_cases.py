@@ -1,5 +1,7 @@
 """Device models for tests: with FP8 arithmetic, and with the same weights and plain arithmetic."""
 
+from functools import partial
+
 import torch
 from model_cases import tiny_model
 from tokenizers import Tokenizer
@@ -7,6 +9,7 @@ from tokenizers import Tokenizer
 from pdmesh.kernels.backends import PLAIN, Backends, Choice
 from pdmesh.kernels.fp8 import dequantise_blocks, quantise_blocks
 from pdmesh.kernels.quantised import BlockWeight, Rows
+from pdmesh.kernels.routing import Permuted
 from pdmesh.model.bindings import bindings
 from pdmesh.model.device.building import build_weights
 from pdmesh.model.device.model import DeviceModel
@@ -64,8 +67,8 @@ def exact_ops():
         "contiguous_grouped_gemm": _contiguous,
         "absorb_query": _absorb,
         "project_values_quantise": _project,
-        "to_masked": lambda rows, *rest: _moved("to_masked", rows, *rest),
-        "to_contiguous": lambda rows, *rest: _moved("to_contiguous", rows, *rest),
+        "permute_masked": partial(_moved, "permute_masked"),
+        "permute_contiguous": partial(_moved, "permute_contiguous"),
     }
     return Backends([Choice(op, "exact", "for a test", call) for op, call in calls.items()])
 
@@ -118,18 +121,20 @@ def _project(latent, weight):
     return _wrapped(torch.einsum("mhr,hvr->mhv", latent, _heads(weight)).flatten(1))
 
 
-def _moved(op, rows, ids, experts, *rest):
-    """Float rows to where the operation puts the numbers of rows in FP8."""
-    m = ids.shape[0]
+def _moved(op, rows, *rest):
+    """Float rows to where the operation puts rows in FP8: each carries its number as its scale."""
+    m = rows.values.shape[0]
     index = Rows(
         torch.zeros(m, 8, dtype=torch.uint8).view(torch.float8_e4m3fn),
         torch.arange(1.0, m + 1).unsqueeze(1),
     )
-    placed, other, places = PLAIN[op](index, ids, experts, *rest)
-    source = placed.scales[..., 0].long() - 1
-    values = torch.full((*source.shape, rows.values.shape[1]), torch.nan)
-    values[source >= 0] = rows.values[source[source >= 0]]
-    return _wrapped(values), other, places
+    permuted = PLAIN[op](index, *rest)
+    values = torch.full((*permuted.rows.values.shape[:-1], rows.values.shape[1]), torch.nan)
+    targets = permuted.targets.long()
+    chosen = targets >= 0
+    flat = values.flatten(0, -2)
+    flat[targets[chosen]] = rows.values.repeat_interleave(targets.shape[1], 0)[chosen.flatten()]
+    return Permuted(_wrapped(values), permuted.targets, permuted.row_expert)
 
 
 QUESTIONS = ("Hello! Who are you?", "Tell me a story.")

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdmesh.kernels.backends import Backends
-from pdmesh.kernels.engine_ops import read_latents
 from pdmesh.kernels.latent_attention import absorbed_attention
+from pdmesh.kernels.latent_rows import read_latents
 from pdmesh.kernels.quantised import BlockWeight, Rows
 from pdmesh.kernels.rope import RopeTable
+from pdmesh.kernels.routing import contiguous_capacity
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.device.step import DeviceStep, Paged, Part, Ragged
 from pdmesh.model.device.weights import (
@@ -71,12 +72,12 @@ class Layers:
         return outputs[0] if step.merge is None else torch.cat(outputs)[step.merge]
 
     def feed_forward(
-        self, weights: MlpWeights | MoeWeights, rows: Rows, normed: Tensor, real: Tensor | None
+        self, weights: MlpWeights | MoeWeights, rows: Rows, normed: Tensor, num_rows: Tensor | None
     ) -> Tensor:
         """rows and normed [m, hidden], the same numbers: [m, hidden] bfloat16."""
         if isinstance(weights, MlpWeights):
             return self._mlp(weights, rows)
-        return self._moe(weights, rows, normed, real)
+        return self._moe(weights, rows, normed, num_rows)
 
     def _linear(self, rows: Rows, linear: Linear) -> Tensor:
         output: Tensor = self.ops.fp8_gemm(rows, linear.weight)
@@ -87,25 +88,28 @@ class Layers:
         output: Tensor = self.ops.fp8_gemm(self.ops.silu_mul_quantise(gate_up), weights.down)
         return output
 
-    def _moe(self, w: MoeWeights, rows: Rows, normed: Tensor, real: Tensor | None) -> Tensor:
+    def _moe(self, w: MoeWeights, rows: Rows, normed: Tensor, num_rows: Tensor | None) -> Tensor:
         ops, rule = self.ops, self.config.gate
         assert rule is not None
-        ids, scales = ops.gate_topk(normed, w.router, w.bias, rule, real)
+        routed = ops.gate_topk(normed, w.router, w.bias, rule, num_rows)
+        ids, places = routed.ids, routed.places
         m, experts = normed.shape[0], rule.num_experts
         if m <= MASKED_ROWS:
-            shares, counts, places = ops.to_masked(rows, ids, experts, m)
+            rows_of, targets, _ = ops.permute_masked(rows, ids, places, experts, m)
             expected = max(1, m * rule.top_k // experts)
-            gate_up = ops.masked_grouped_gemm(shares, w.gate_up, counts, expected)
-            hidden = ops.masked_silu_mul_quantise(gate_up, counts)
-            outputs = ops.masked_grouped_gemm(hidden, w.down, counts, expected).flatten(0, 1)
+            gate_up = ops.masked_grouped_gemm(rows_of, w.gate_up, routed.counts, expected)
+            hidden = ops.masked_silu_mul_quantise(gate_up, routed.counts)
+            outputs = ops.masked_grouped_gemm(hidden, w.down, routed.counts, expected)
         else:
-            sorted_rows, row_expert, places = ops.to_contiguous(rows, ids, experts)
-            gate_up = ops.contiguous_grouped_gemm(sorted_rows, w.gate_up, row_expert)
+            capacity = contiguous_capacity(m, rule.top_k, experts)
+            rows_of, targets, row_expert = ops.permute_contiguous(
+                rows, ids, places, routed.counts, capacity
+            )
+            gate_up = ops.contiguous_grouped_gemm(rows_of, w.gate_up, row_expert)
             hidden = ops.silu_mul_quantise(gate_up)
             outputs = ops.contiguous_grouped_gemm(hidden, w.down, row_expert)
-        shared = None if w.shared is None else self._mlp(w.shared, rows)
-        summed: Tensor = ops.from_experts(outputs, places, scales, shared)
-        return summed
+        summed: Tensor = ops.unpermute(outputs, targets, routed.weights)
+        return summed if w.shared is None else summed + self._mlp(w.shared, rows)
 
     def _attend(
         self,

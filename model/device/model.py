@@ -159,7 +159,7 @@ class DeviceModel:
             if on_layer is not None:
                 on_layer(index)
             rows, normed = ops.add_rms_norm_quantise(attended, residual, weights.post_norm, eps)
-            output = self._layers.feed_forward(weights.mlp, rows, normed, step.real)
+            output = self._layers.feed_forward(weights.mlp, rows, normed, step.num_rows)
         assert output is not None
         return residual.add_(output)
 

@@ -67,7 +67,7 @@ class DeviceStep:
     Attributes:
         tokens, positions: [m] int64.
         slots: [m] int64, flat layer-0 rows of the pool; -1: not written.
-        real: [m] bool, False for padding; None if there is none.
+        num_rows: [1] int32, the rows before padding; None if there is none.
         first_key: position of the first key.
         parts: together all rows.
         merge: [m] int64, where each row stands in the concatenated parts; None if there is one.
@@ -76,7 +76,7 @@ class DeviceStep:
     tokens: Tensor
     positions: Tensor
     slots: Tensor
-    real: Tensor | None
+    num_rows: Tensor | None
     first_key: int
     parts: tuple[Part, ...]
     merge: Tensor | None
