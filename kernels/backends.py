@@ -42,13 +42,13 @@ class Candidate:
 
     Attributes:
         backend: its name.
-        load: gives the function; imports what it needs.
+        load: gives the function for a device; imports what it needs.
         why_not: one sentence why it cannot be used, or None.
         strength: what speaks for it, for the start-up log.
     """
 
     backend: str
-    load: Callable[[], Call]
+    load: Callable[[torch.device], Call]
     why_not: Callable[[torch.device, Shapes], str | None]
     strength: str
 
@@ -64,7 +64,7 @@ class Choice:
 
 
 def _plain(call: Call) -> Candidate:
-    return Candidate("torch", lambda: call, lambda _device, _shapes: None, "plain torch")
+    return Candidate("torch", lambda _: call, lambda _device, _shapes: None, "plain torch")
 
 
 PLAIN: dict[str, Call] = {
@@ -139,6 +139,9 @@ def choose_backends(
     Raises:
         ValueError: a forced backend does not exist or cannot be used; the message says why.
     """
+    from pdmesh.kernels.candidates import register
+
+    register()
     return Backends([_choose(op, device, shapes, (forced or {}).get(op)) for op in PLAIN])
 
 
@@ -153,7 +156,7 @@ def _choose(op: str, device: torch.device, shapes: Shapes, forced: str | None) -
         if problem is None:
             reason = candidate.strength if not forced else f"{candidate.strength}; asked for"
             reason = "; ".join([reason, *refused])
-            return Choice(op, candidate.backend, reason, candidate.load())
+            return Choice(op, candidate.backend, reason, candidate.load(device))
         refused.append(f"not {candidate.backend}: {problem}")
     if forced is not None and forced not in known:
         raise ValueError(f"{op} has no backend {forced}; it has {', '.join(known)}")

@@ -109,7 +109,8 @@ class Plan:
             use_legacy=True,
             **scales,
         )
-        return output.view(m, heads, RANK)
+        seen: Tensor = output.view(m, heads, RANK)
+        return seen
 
 
 def mla_decode(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from pdmesh.kernels.quantised import BlockWeight, Rows
 from pdmesh.kernels.rope import RopeTable
 from pdmesh.kernels.routing import contiguous_capacity
 from pdmesh.model.config import ModelConfig
-from pdmesh.model.device.step import DeviceStep, Paged, Part, Ragged
+from pdmesh.model.device.step import Attention, DeviceStep, Paged, Part, Ragged
 from pdmesh.model.device.weights import (
     AttentionWeights,
     LayerWeights,
@@ -37,6 +37,23 @@ class Layers:
     config: ModelConfig
     table: RopeTable
     ops: Backends
+
+    def planned(self, step: DeviceStep) -> DeviceStep:
+        """The step with what the backends of attention plan once for all layers."""
+        parts = tuple(replace(p, attention=self._plan(p.attention)) for p in step.parts)
+        return replace(step, parts=parts)
+
+    def _plan(self, attention: Attention) -> Attention:
+        c, ops = self.config, self.ops
+        if isinstance(attention, Paged) and hasattr(ops.mla_decode, "plan"):
+            heads = c.num_attention_heads
+            plan = ops.mla_decode.plan(attention.lengths, attention.count, heads)
+            return replace(attention, plan=plan)
+        if isinstance(attention, Ragged) and hasattr(ops.mla_prefill, "plan"):
+            widths, scale = (c.qk_head_dim, c.v_head_dim), softmax_scale(c)
+            plan = ops.mla_prefill.plan(attention.host_ends, c.num_attention_heads, widths, scale)
+            return replace(attention, plan=plan)
+        return attention
 
     def run(
         self, weights: LayerWeights, rows: Rows, step: DeviceStep, pool: Tensor, layer: int
@@ -141,6 +158,7 @@ class Layers:
                 scale,
                 rank=rank,
                 first_key=step.first_key,
+                **({} if paged.plan is None else {"plan": paged.plan}),
             )
         else:
             if pool.dtype == torch.uint8:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,7 +14,9 @@ from pdmesh.kernels.backends import Backends, Shapes, choose_backends
 from pdmesh.model.batch import Batch, Form
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.device.building import build_weights
+from pdmesh.model.device.graphs import Capture, StepGraphs, cuda_capture
 from pdmesh.model.device.layers import Layers, head_logits
+from pdmesh.model.device.padding import PaddedStep, fits, graph_sizes, padded
 from pdmesh.model.device.sources import CheckpointSource
 from pdmesh.model.device.step import DeviceStep, plan_step
 from pdmesh.model.device.weights import LayerWeights, ModelWeights
@@ -41,6 +43,8 @@ class DeviceModel:
         self.weights = weights
         self.ops = ops or choose_backends(self.device, shapes_of(config))
         self._layers = Layers(config, rope_table(config, self.device), self.ops)
+        self._graphs: tuple[list[StepGraphs], list[StepGraphs]] = ([], [])
+        self._pool: Tensor | None = None
 
     @staticmethod
     def load(
@@ -90,8 +94,10 @@ class DeviceModel:
     ) -> Tensor:
         """As `DeepseekV3.forward`; [T, hidden] bfloat16."""
         self._check(batch, latents)
+        if on_layer is None and (graphs := self._graphs_for(batch, form, latents, 0)):
+            return graphs.run(self._padded(batch, graphs))
         step = plan_step(batch, form, latents.shape[1], first_key=0)
-        return self.run(step, latents, on_layer)
+        return self.run(self._layers.planned(step), latents, on_layer)
 
     @torch.no_grad()
     def mtp_forward(
@@ -103,8 +109,71 @@ class DeviceModel:
             raise ValueError("this model has no MTP layer")
         if any(item.start == 0 for item in batch.slices):
             raise ValueError("the MTP layer has no row for position 0")
+        if graphs := self._graphs_for(batch, form, latents, 1):
+            return graphs.run(self._padded(batch, graphs), previous_hidden)
         step = plan_step(batch, form, latents.shape[1], first_key=1)
-        return self.run_mtp(step, previous_hidden, latents)
+        return self.run_mtp(self._layers.planned(step), previous_hidden, latents)
+
+    @torch.no_grad()
+    def capture(
+        self,
+        pool: Tensor,
+        rows: Sequence[int],
+        most: int,
+        mtp_rows: Sequence[int] = (),
+        recorder: Capture | None = None,
+    ) -> None:
+        """From now on computes decode steps over `pool` by graphs, captured here.
+
+        Args:
+            pool: the pages; steps over another pool are computed without.
+            rows: numbers of rows a sequence, of the main model's graphs.
+            most: sequences of the largest step.
+            mtp_rows: as `rows`, of the MTP layer's graphs.
+            recorder: how; by default CUDA graphs with one memory.
+        """
+        recorder = recorder or cuda_capture(torch.cuda.graph_pool_handle())
+        page_size = pool.shape[2]
+        longest = -(-self.config.max_position_embeddings // page_size)
+        pages = min(longest, pool.shape[0])
+        self._pool = pool
+
+        def main(step: DeviceStep, _: Tensor | None) -> Tensor:
+            return self.run(step, pool)
+
+        def mtp(step: DeviceStep, previous: Tensor | None) -> Tensor:
+            assert previous is not None
+            return self.run_mtp(step, previous, pool)
+
+        kinds = ((main, rows, None), (mtp, mtp_rows, self.weights.embedding[:0]))
+        for first_key, (compute, counts, previous) in enumerate(kinds):
+            for count in sorted(set(counts)):
+                graphs = StepGraphs(
+                    compute,
+                    count,
+                    graph_sizes(most),
+                    pages,
+                    previous,
+                    first_key,
+                    self.device,
+                    self._layers.planned,
+                    recorder,
+                )
+                graphs.warm_up("mtp" if first_key else "main")
+                self._graphs[first_key].append(graphs)
+
+    def _graphs_for(
+        self, batch: Batch, form: Form, latents: Tensor, first_key: int
+    ) -> StepGraphs | None:
+        if self._pool is None or latents.data_ptr() != self._pool.data_ptr():
+            return None
+        return next(
+            (g for g in self._graphs[first_key] if fits(batch, form, g.rows, g.sizes, g.pages)),
+            None,
+        )
+
+    def _padded(self, batch: Batch, graphs: StepGraphs) -> PaddedStep:
+        return padded(batch, batch.host_tokens, graphs.rows, graphs.sizes, self.num_latent_layers)
 
     def run(
         self, step: DeviceStep, pool: Tensor, on_layer: Callable[[int], None] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +25,13 @@ class Paged:
     Attributes:
         page_table: [n, pages] int32.
         lengths: [n] int32, keys of each sequence up to its last row.
+        plan: what the backend of attention planned for all layers.
     """
 
     count: int
     page_table: Tensor
     lengths: Tensor
+    plan: Any = None
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,15 @@ class Ragged:
     Attributes:
         query_ends, key_ends: [n + 1] int32.
         slots: [s] int64, flat layer-0 rows of all keys.
+        host_ends: both ends on the host.
+        plan: as of `Paged`.
     """
 
     query_ends: Tensor
     key_ends: Tensor
     slots: Tensor
+    host_ends: tuple[Tensor, Tensor]
+    plan: Any = None
 
 
 @dataclass(frozen=True)
@@ -52,12 +59,15 @@ class Walked:
     walk: PageWalk
 
 
+Attention = Paged | Ragged | Walked
+
+
 @dataclass(frozen=True)
 class Part:
     """Rows [r] int64 of the step (None: all of them, in order), and their attention."""
 
     rows: Tensor | None
-    attention: Paged | Ragged | Walked
+    attention: Attention
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,7 @@ def plan_step(batch: Batch, form: Form, num_layers: int, first_key: int) -> Devi
     parts: list[Part] = []
     orders: list[NDArray[np.int64]] = []
 
-    def add(chosen: Sequence[int], attention: Paged | Ragged | Walked) -> None:
+    def add(chosen: Sequence[int], attention: Attention) -> None:
         order = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in chosen])
         whole = len(order) == batch.num_rows
         parts.append(Part(None if whole else torch.from_numpy(order).to(device), attention))
@@ -181,5 +191,7 @@ def _ragged(
     ends = np.zeros((2, len(items) + 1), np.int32)
     ends[0, 1:] = np.cumsum([item.end - item.start for item in items])
     ends[1, 1:] = np.cumsum([len(at) for at in keys])
-    both = torch.from_numpy(ends).to(device)
-    return Ragged(both[0], both[1], torch.from_numpy(np.concatenate(slots)).to(device))
+    host = torch.from_numpy(ends)
+    both = host.to(device)
+    flat = torch.from_numpy(np.concatenate(slots)).to(device)
+    return Ragged(both[0], both[1], flat, (host[0], host[1]))
