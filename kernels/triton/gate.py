@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pdmesh.kernels.gate import GateRule
 from pdmesh.kernels.routing import Places, Routing
@@ -59,10 +58,7 @@ def project_kernel(
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
-    if CHAINED:
-        gdc_launch_dependents()
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     inside = (expert < experts)[:, None] & (row < rows)[None, :]
@@ -137,20 +133,13 @@ def choose_kernel(
     TOP_GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PADDED: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
-    if CHAINED:
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS_PADDED)
     number = tl.arange(0, SIZE_PADDED)[None, :]
     expert = group[:, None] * SIZE + number
     inside = (group[:, None] < GROUPS) & (number < SIZE)
     logits = tl.zeros((GROUPS_PADDED, SIZE_PADDED), dtype=tl.float32)
-    if BIASED:
-        correction = tl.load(bias + expert, mask=inside, other=0.0)
-    if CHAINED:
-        gdc_wait()
     for part in tl.static_range(PARTS):
         at = partials + (part * rows + row) * (GROUPS * SIZE) + expert
         logits += tl.load(at, mask=inside, other=0.0)
@@ -162,7 +151,7 @@ def choose_kernel(
         scores = scores / tl.sum(tl.sum(scores, axis=1), axis=0)
     choice = scores
     if BIASED:
-        choice += correction
+        choice += tl.load(bias + expert, mask=inside, other=0.0)
     if TOP_GROUPS < GROUPS:
         packed = tl.where(inside, pack(key_of(choice), expert), NONE)
         first = tl.max(packed, axis=1)
@@ -195,10 +184,8 @@ def choose_kernel(
 
 
 @triton.jit
-def place_kernel(ids, counts, offsets, places, total, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def place_kernel(ids, counts, offsets, places, total, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
-    if CHAINED:
-        gdc_wait()
     seen = tl.zeros((), dtype=tl.int32)
     before = tl.zeros((), dtype=tl.int32)
     for start in range(0, total, BLOCK):
@@ -230,7 +217,9 @@ def new_routing(rows: int, rule: GateRule, device: torch.device | str) -> Routin
 
     weights = torch.empty((rows, rule.top_k), dtype=torch.float32, device=device)
     counts, offsets = integers(rule.num_experts), integers(rule.num_experts)
-    return Routing(integers(rows, rule.top_k), weights, counts, offsets, integers(rows, rule.top_k))
+    return Routing(
+        integers(rows, rule.top_k), weights, counts, offsets, integers(rows, rule.top_k)
+    )
 
 
 def gate_topk(
@@ -243,7 +232,6 @@ def gate_topk(
     out: Routing | None = None,
     work: Tensor | None = None,
     tile: Tile | None = None,
-    chained: bool | None = None,
 ) -> Routing:
     """Projects rows to experts, chooses, and counts: `pdmesh.kernels.routing.gate_topk`.
 
@@ -257,8 +245,6 @@ def gate_topk(
         out: where the result goes; made if it is None.
         work: see `workspace`; made if it is None.
         tile: for tuning.
-        chained: whether a launch may begin before the one before it has ended (programmatic
-            dependent launch, CUDA programming guide); None: on a device.
     """
     rows, stride = rows_of(x)
     experts, hidden = weight.shape
@@ -270,8 +256,6 @@ def gate_topk(
         return out
     work = workspace(rows, experts, x.device) if work is None else work
     parts = work.shape[0]
-    chained = x.is_cuda if chained is None else chained
-    chain = {"launch_pdl": True} if chained else {}
     tile = tile or tile_for(rows, weight.dtype == torch.float32)
     chunk = -(-hidden // (CHUNKS * tile.step)) * tile.step
     grid = (triton.cdiv(experts, tile.experts), triton.cdiv(rows, tile.rows), parts)
@@ -289,7 +273,6 @@ def gate_topk(
         EXPERTS=tile.experts,
         ROWS=tile.rows,
         STEP=tile.step,
-        CHAINED=chained,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -315,11 +298,9 @@ def gate_topk(
         TOP_GROUPS=rule.top_groups if groups > 1 else 1,
         SIZE=size,
         SIZE_PADDED=power_of_two(size),
-        CHAINED=chained,
         num_warps=1,
-        **chain,
     )
-    _place(out.ids, Places(out.counts, out.offsets, out.places), chained)
+    _place(out.ids, Places(out.counts, out.offsets, out.places))
     return out
 
 
@@ -333,7 +314,7 @@ def place_choices(ids: Tensor, num_experts: int, *, out: Places | None = None) -
     return _place(ids, out)
 
 
-def _place(ids: Tensor, out: Places, chained: bool = False) -> Places:
+def _place(ids: Tensor, out: Places) -> Places:
     block = min(MAX_PLACES, max(16, power_of_two(ids.numel())))
     place_kernel[(out.counts.shape[0],)](
         ids,
@@ -342,9 +323,7 @@ def _place(ids: Tensor, out: Places, chained: bool = False) -> Places:
         out.places,
         ids.numel(),
         BLOCK=block,
-        CHAINED=chained,
         num_warps=min(8, max(1, block // 256)),
-        **({"launch_pdl": True} if chained else {}),
     )
     return out
 
