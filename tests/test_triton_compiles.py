@@ -17,7 +17,9 @@ from pdmesh.kernels.triton.catalogue import ENTRIES, SHARED_LIMIT, Entry  # noqa
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted(
-    path.stem for path in (ROOT / "kernels" / "triton").glob("*.py") if "_kernel(" in path.read_text()
+    path.stem
+    for path in (ROOT / "kernels" / "triton").glob("*.py")
+    if "_kernel(" in path.read_text()
 )
 
 

@@ -217,9 +217,7 @@ def new_routing(rows: int, rule: GateRule, device: torch.device | str) -> Routin
 
     weights = torch.empty((rows, rule.top_k), dtype=torch.float32, device=device)
     counts, offsets = integers(rule.num_experts), integers(rule.num_experts)
-    return Routing(
-        integers(rows, rule.top_k), weights, counts, offsets, integers(rows, rule.top_k)
-    )
+    return Routing(integers(rows, rule.top_k), weights, counts, offsets, integers(rows, rule.top_k))
 
 
 def gate_topk(
