@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from device_cases import ALIGNED, device_model, random_model
+from device_cases import ALIGNED, device_model, exact_model, random_model
 from model_cases import tokens_of
 
 from pdmesh.kernels import candidates
@@ -32,25 +32,29 @@ def triton_ops():
     return ops
 
 
-@pytest.mark.parametrize("masked", [True, False], ids=["masked experts", "sorted experts"])
-def test_prompts_and_generated_rows_agree_with_the_definitions(masked, monkeypatch):
-    monkeypatch.setattr(layers, "MASKED_ROWS", 512 if masked else 0)
-    model = random_model(1, **ALIGNED | {"num_hidden_layers": 2})
+def test_prompts_and_generated_rows_are_as_near_the_reference_as_by_the_definitions(monkeypatch):
+    """Sums in another order move a few FP8 values by a step of 1/8, and every layer that quantises
+    again spreads that up to the rounding of the format itself; so both are held against a model
+    that does not round."""
+    monkeypatch.setattr(layers, "MASKED_ROWS", 4)
+    model = random_model(1, **ALIGNED)
     tokens = tokens_of(12)
-    devices = [device_model(model), device_model(model, triton_ops())]
+    devices = [exact_model(model), device_model(model), device_model(model, triton_ops())]
     pools = [d.new_latents(3, PAGE).fill_(float("nan")) for d in devices]
+
+    def check(given):
+        exact, plain, triton = (x.float() for x in given)
+        off = [float((x - exact).square().mean().sqrt()) for x in (plain, triton)]
+        assert off[1] < 1.5 * off[0] + 0.02 * float(exact.std())
+
+    hidden = []
     for start, end, form in ((0, 7, "mha"), (7, 9, "absorbed")):
         batch = Batch.build([SequenceSlice((2, 0), start, end, start)], [tokens[start:end]], PAGE)
-        hidden = [d.forward(batch, pool, form) for d, pool in zip(devices, pools, strict=True)]
-        spread = float(hidden[0].float().std())
-        # Sums in another order move a few FP8 values by a step of 1/8, and every layer that
-        # quantises again spreads that, up to the rounding of the format itself, about 5 %.
-        off = (hidden[0].float() - hidden[1].float()).square().mean().sqrt()
-        assert float(off) < 0.08 * spread
-    before = hidden[0][:1]
-    batch = Batch.build([SequenceSlice((2, 0), 8, 9, 8)], [tokens[8:9]], PAGE)
-    given = [
-        d.mtp_forward(batch, before, pool, "absorbed").float()
-        for d, pool in zip(devices, pools, strict=True)
-    ]
-    assert float((given[0] - given[1]).square().mean().sqrt()) < 0.08 * float(given[0].std())
+        hidden.append([d.forward(batch, p, form) for d, p in zip(devices, pools, strict=True)])
+        check(hidden[-1])
+    before = [torch.cat(both)[:8] for both in zip(*hidden, strict=True)]
+    for start, end, form in ((1, 7, "mha"), (7, 9, "absorbed")):
+        batch = Batch.build([SequenceSlice((2, 0), start, end, start)], [tokens[start:end]], PAGE)
+        rows = [x[start - 1 : end - 1] for x in before]
+        both = zip(devices, rows, pools, strict=True)
+        check([d.mtp_forward(batch, x, pool, form) for d, x, pool in both])

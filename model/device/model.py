@@ -132,6 +132,18 @@ class DeviceModel:
             mtp_rows: as `rows`, of the MTP layer's graphs.
             recorder: how; by default CUDA graphs with one memory.
         """
+        self.capture_sizes(pool, rows, graph_sizes(most), mtp_rows, recorder)
+
+    @torch.no_grad()
+    def capture_sizes(
+        self,
+        pool: Tensor,
+        rows: Sequence[int],
+        sizes: Sequence[int],
+        mtp_rows: Sequence[int] = (),
+        recorder: Capture | None = None,
+    ) -> None:
+        """As `capture`, for steps of these ascending numbers of sequences."""
         recorder = recorder or cuda_capture(torch.cuda.graph_pool_handle())
         page_size = pool.shape[2]
         longest = -(-self.config.max_position_embeddings // page_size)
@@ -151,7 +163,7 @@ class DeviceModel:
                 graphs = StepGraphs(
                     compute,
                     count,
-                    graph_sizes(most),
+                    sizes,
                     pages,
                     previous,
                     first_key,

@@ -1,0 +1,159 @@
+"""Steps of a full-width DeepSeek-V3 with random weights on one GPU: graphs, host overhead, prompts.
+
+    python -P bench/gpu_engine.py --layers 8 --batch 64 128
+
+Prints one line a measurement and writes them to $OUT/gpu_engine.json where OUT is set. A decode
+step has two rows a sequence over `--keys` keys; "graph" is the device's time of a replay, "step"
+the wall time of `DeviceModel.forward` from the rows' positions to hidden states that the host has
+waited for; what is left of the step beside the graph is the host's share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pdmesh.model.batch import Batch, SequenceSlice
+from pdmesh.model.device.building import build_weights
+from pdmesh.model.device.full_width import full_width
+from pdmesh.model.device.model import DeviceModel
+from pdmesh.model.device.padding import padded
+from pdmesh.model.device.sources import RandomSource
+
+PAGE = 64
+
+
+def event_times(call: Callable[[], object], count: int) -> list[float]:
+    """Milliseconds of each of `count` calls on the device."""
+    times = []
+    for _ in range(count):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return times
+
+
+def wall_times(call: Callable[[], object], count: int) -> list[float]:
+    """Milliseconds of each of `count` calls until the device has done them."""
+    times = []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+def decode_batch(count: int, keys: int, rows: int, shift: int = 0) -> Batch:
+    """`count` sequences of `keys` keys, the last `rows` of which are computed."""
+    pages = -(-(keys + 1) // PAGE)
+    slices = [
+        SequenceSlice(
+            tuple(range(i * pages, (i + 1) * pages)), keys - rows - shift, keys - shift, keys - rows
+        )
+        for i in range(count)
+    ]
+    return Batch.build(slices, [[5 + i] * rows for i in range(count)], PAGE, "cuda")
+
+
+def measure_decode(model: DeviceModel, pool: Tensor, count: int, keys: int, rows: int) -> dict:
+    batch = decode_batch(count, keys, rows)
+    graphs = model._graphs_for(batch, "absorbed", pool, 0)  # noqa: SLF001
+    assert graphs is not None
+    model.forward(batch, pool, "absorbed")
+    replay, _ = graphs._graphs[padded(batch, batch.host_tokens, rows, graphs.sizes, 1).size]  # noqa: SLF001
+
+    def step() -> Tensor:
+        return model.forward(decode_batch(count, keys, rows), pool, "absorbed")
+
+    for _ in range(3):
+        step()
+    graph = statistics.median(event_times(replay, 10))
+    whole = statistics.median(wall_times(step, 10))
+    began = time.perf_counter()
+    for _ in range(20):
+        decode_batch(count, keys, rows)
+    building = (time.perf_counter() - began) / 20 * 1e3
+    return {
+        "what": "decode",
+        "batch": count,
+        "rows": rows,
+        "keys": keys,
+        "graph_ms": round(graph, 3),
+        "step_ms": round(whole, 3),
+        "host_share": round((whole - graph) / whole, 4),
+        "batch_building_ms": round(building, 3),
+        "layer_us": round(graph * 1e3 / model.config.num_hidden_layers, 1),
+    }
+
+
+def measure_prefill(model: DeviceModel, pool: Tensor, tokens: int) -> dict:
+    table = tuple(range(-(-tokens // PAGE)))
+    batch = Batch.build([SequenceSlice(table, 0, tokens, 0)], [[7] * tokens], PAGE, "cuda")
+    values = torch.randint(0, model.config.vocab_size, (tokens,), device="cuda")
+    batch.padded_tokens[:tokens] = values
+    call = lambda: model.forward(batch, pool, "mha")  # noqa: E731
+    call()
+    ms = statistics.median(wall_times(call, 5))
+    per_second = tokens / ms * 1e3
+    return {
+        "what": "prefill",
+        "tokens": tokens,
+        "ms": round(ms, 2),
+        "tokens_per_s_of_these_layers": round(per_second),
+        "layer_ms": round(ms / model.config.num_hidden_layers, 3),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--keys", type=int, default=5000)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--prompt", type=int, nargs="*", default=[4096])
+    parser.add_argument("--experts", type=int, default=256, help="fewer: as one rank has them")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    config = full_width(options.layers, options.experts)
+    device = torch.device("cuda")
+    began = time.perf_counter()
+    weights = build_weights(config, RandomSource(device), device, mtp=False)
+    model = DeviceModel(config, weights)
+    torch.cuda.synchronize()
+    print(
+        f"weights {torch.cuda.memory_allocated() / 1e9:.1f} GB, {time.perf_counter() - began:.1f} s"
+    )
+    print("\n".join(model.ops.describe()))
+    pages = max(options.batch) * -(-(options.keys + 1) // PAGE)
+    pool = model.new_latents(pages, PAGE)
+    pool.normal_()
+    model.capture_sizes(pool, (options.rows,), sorted(options.batch))
+    results = [
+        measure_decode(model, pool, count, options.keys, options.rows) for count in options.batch
+    ]
+    for result in results:
+        print(json.dumps(result), flush=True)
+    for tokens in options.prompt:
+        results.append(measure_prefill(model, pool, tokens))
+        print(json.dumps(results[-1]), flush=True)
+    print(f"peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
+    if out := os.environ.get("OUT"):
+        Path(out, "gpu_engine.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
