@@ -206,6 +206,17 @@ def _add_mode(parser: argparse.ArgumentParser) -> None:
         help="fast: prompts in MHA form (default); exact: prompts and answers in one form, slower, "
         "and a retry or a cached answer never changes a token",
     )
+    parser.add_argument("--device", help="where workers compute: cpu (default), cuda or cuda:N")
+    parser.add_argument(
+        "--precision", metavar="P", help="of products: plain, fp8 or auto: fp8 on CUDA (default)"
+    )
+    parser.add_argument("--latents", metavar="P", help="in the pages: plain (default) or fp8")
+    parser.add_argument(
+        "--step-timeout",
+        type=float,
+        metavar="S",
+        help="a worker whose step takes longer leaves (default: 60 on CUDA, 600 on a CPU)",
+    )
     parser.add_argument(
         "--page-size", type=int, metavar="N", help="tokens a page: 16, 32 ... 512 (default: 64)"
     )
@@ -274,7 +285,16 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         "--no-rebalance", action="store_true", help="workers: shared experts stay where they are"
     )
     serve.add_argument("--virtual-ranks", type=int, metavar="N", help=_VIRTUAL.format("such"))
-    serve.add_argument("--pages", type=int, help="workers: pages of KV memory")
+    serve.add_argument(
+        "--pages", type=_drafts, metavar="N", help="workers: pages of KV memory, or auto"
+    )
+    serve.add_argument(
+        "--memory-share",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="workers: part of a device's memory (default: 1)",
+    )
     serve.add_argument("--threads", type=int, help="workers: threads (default: all cores)")
     serve.add_argument("--eviction", metavar="NAME", help="workers: lru or returns")
     serve.add_argument("--no-replica-hints", action="store_true", help="workers: plain lru")

@@ -1,4 +1,4 @@
-"""A worker whose step does not end leaves the mesh: a device that hangs answers nothing any more."""
+"""A worker whose step does not end leaves the mesh: a device that hangs answers nothing."""
 
 from __future__ import annotations
 
@@ -53,6 +53,11 @@ class Watchdog:
             return None
         taken = self._clock() - began
         return taken if taken > self.bound_s else None
+
+
+def step_bound_s(device: str) -> float:
+    """Seconds that a step on a device may take where nothing else was said."""
+    return 60.0 if device.startswith("cuda") else 600.0
 
 
 def end_process(after_s: float = LEAVING_S) -> None:

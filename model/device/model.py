@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdmesh.kernels.backends import Backends, Shapes, choose_backends
-from pdmesh.model.batch import Batch, Form
+from pdmesh.model.batch import Batch, Form, SequenceSlice
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.device.building import build_weights
 from pdmesh.model.device.graphs import Capture, StepGraphs, cuda_capture
@@ -52,8 +52,15 @@ class DeviceModel:
         device: torch.device | str = "cpu",
         mtp: bool = True,
         progress: Progress | None = None,
+        page_size: int = 64,
+        latent_bytes: int = 2,
     ) -> DeviceModel:
         """Read a checkpoint; matrices that it does not hold in FP8 are quantised.
+
+        Args:
+            path, device, mtp, progress: as in `load_model`.
+            page_size: tokens a page.
+            latent_bytes: of a value in the pool: 2, or 1 for packed latents.
 
         Raises:
             ConfigError: as `load_model`.
@@ -62,7 +69,9 @@ class DeviceModel:
         config = ModelConfig.from_path(path)
         with ExitStack() as stack:
             source = CheckpointSource(stack, path, config, device, mtp, progress)
-            return DeviceModel(config, build_weights(config, source, device, mtp))
+            weights = build_weights(config, source, device, mtp)
+        ops = choose_backends(device, shapes_of(config, page_size, latent_bytes))
+        return DeviceModel(config, weights, ops)
 
     @property
     def device(self) -> torch.device:
@@ -113,6 +122,16 @@ class DeviceModel:
             return graphs.run(self._padded(batch, graphs), previous_hidden)
         step = plan_step(batch, form, latents.shape[1], first_key=1)
         return self.run_mtp(self._layers.planned(step), previous_hidden, latents)
+
+    @torch.no_grad()
+    def warm_up(self, pool: Tensor, rows: int) -> None:
+        """Computes a prompt of `rows` tokens that is written nowhere, so that kernels compile."""
+        page_size = pool.shape[2]
+        rows = min(rows, pool.shape[0] * page_size, self.config.max_position_embeddings)
+        table = tuple(range(-(-rows // page_size)))
+        item = SequenceSlice(table, 0, rows, rows)
+        batch = Batch.build([item], [[0] * rows], page_size, self.device)
+        self.logits(self.forward(batch, pool, "mha")[-1:])
 
     @torch.no_grad()
     def capture(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pdmesh.model.computing import ComputingModel
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.moe import Moe
 from pdmesh.model.parallel.balancer import BalanceRule
 from pdmesh.model.parallel.groups import Groups
@@ -48,7 +49,7 @@ class Ranks:
 
 
 async def join_ranks(
-    model: DeepseekV3, fmt: PageFormat, ranks: Ranks, within_s: float = 120.0
+    model: DeepseekV3 | DeviceModel, fmt: PageFormat, ranks: Ranks, within_s: float = 120.0
 ) -> tuple[ComputingModel, Member | None]:
     """What the worker calls, and its rank among other processes; returns once all are there.
 
@@ -56,6 +57,10 @@ async def join_ranks(
         ConfigError: the group does not fit the model, a rank belongs to another group or model, or
             nobody else came within ``within_s`` seconds.
     """
+    if isinstance(model, DeviceModel):
+        if ranks.virtual > 1 or len(ranks.addresses) > 1:
+            raise ConfigError("ranks that share experts compute in plain precision, not in fp8")
+        return model, None
     if ranks.virtual > 1:
         return _virtual(model, fmt, ranks), None
     if len(ranks.addresses) < 2:
