@@ -1,51 +1,74 @@
-"""Which backend computes a dense FP8 product, by its shape. Pure."""
+"""Which backend computes a block-scaled FP8 product, by its shape and by what is there: pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import cache
-from typing import Any
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from torch import Tensor
+DENSE = ("cluster", "split", "deep_gemm", "cublaslt", "torch")
+"""`cuda_gemm`, `triton.splitk_gemm`, `deep_gemm_backend`, `cublaslt_backend`, `quantised`."""
+MANY = ("deep_gemm", "cublaslt", "cluster", "split", "torch")
+"""The same for many rows."""
+GROUPED = ("deep_gemm", "triton", "torch")
+"""`deep_gemm_backend`, `triton.grouped_gemm`, `quantised`."""
 
-from pdmesh.kernels import cublaslt_backend, deep_gemm_backend
-from pdmesh.kernels.quantised import BlockWeight, Rows
 
-FEW_ROWS = 128
-"""Up to so many rows a weight has too few tiles for a device, and split sums pay off."""
+class Choice(NamedTuple):
+    """A backend and why, in a sentence without a full stop."""
+
+    backend: str
+    reason: str
+
+
+class Measured(NamedTuple):
+    """Median microseconds up to so many rows, by backend, on one H200."""
+
+    rows: int
+    times: Mapping[str, float]
+
+
+MEASURED: dict[tuple[int, int], tuple[Measured, ...]] = {}
+"""By (n, k): bench/gpu_gemm.py."""
+
 MANY_ROWS = 512
-"""Up to so many rows cuBLASLt is ahead of DeepGEMM on the large projections."""
+"""From here on a product has tiles enough without a split."""
 
 
-def gemm_backend(m: int, n: int, k: int, usable: Collection[str]) -> str:
-    """One of `usable` for x [m, k] times weight [n, k]; "triton" takes every shape."""
-    if m > FEW_ROWS or "triton" not in usable:
-        fits = cublaslt_backend.unsupported(m, n, k) is None
-        if "cublaslt" in usable and fits and m <= MANY_ROWS:
-            return "cublaslt"
-        if "deep_gemm" in usable and deep_gemm_backend.unsupported(n, k) is None:
-            return "deep_gemm"
-    return "triton"
+def choose_dense(m: int, n: int, k: int, missing: Mapping[str, str]) -> Choice:
+    """Backend of x [m, k] times weight [n, k].
+
+    Args:
+        missing: why a backend cannot be used for this shape, in a sentence, by its name. `torch`
+            can always be used.
+    """
+    for measured in MEASURED.get((n, k), ()):
+        if m <= measured.rows:
+            order = sorted(measured.times, key=lambda name: measured.times[name])
+            for place, name in enumerate(order):
+                if name in missing:
+                    continue
+                took = f"{measured.times[name]:.1f} us at {measured.rows} rows"
+                if place == 0:
+                    return Choice(name, f"the fastest that was measured, {took}")
+                return Choice(name, f"{took}, the fastest there is: {_why(order[:place], missing)}")
+            break
+    order = list(DENSE if m < MANY_ROWS else MANY)
+    what = "few rows, so sums are split" if m < MANY_ROWS else "many rows, so tiles fill a device"
+    return _first(order, what, missing)
 
 
-class Fp8Gemm:
-    """`quantised.fp8_gemm` by whichever backend suits the shape."""
+def choose_grouped(missing: Mapping[str, str]) -> Choice:
+    """Backend of the experts' products, masked or contiguous; `missing` as in `choose_dense`."""
+    return _first(list(GROUPED), "the fastest for experts", missing)
 
-    def __init__(self, usable: Collection[str]) -> None:
-        from pdmesh.kernels.triton import splitk_gemm
 
-        calls: dict[str, Any] = {
-            "triton": splitk_gemm.fp8_gemm,
-            "cublaslt": cublaslt_backend.fp8_gemm,
-            "deep_gemm": deep_gemm_backend.fp8_gemm,
-        }
-        self._usable = frozenset(usable)
-        self._calls = {name: calls[name] for name in usable}
-        self._backend = cache(gemm_backend)
+def _first(order: list[str], what: str, missing: Mapping[str, str]) -> Choice:
+    for place, name in enumerate(order):
+        if name not in missing or name == "torch":
+            reason = what if place == 0 else _why(order[:place], missing)
+            return Choice(name, reason)
+    raise AssertionError("torch is in every order")
 
-    def __call__(self, x: Rows, weight: BlockWeight) -> Tensor:
-        """See `quantised.fp8_gemm`."""
-        m, k = x.values.shape
-        name = self._backend(m, weight.values.shape[0], k, self._usable)
-        product: Tensor = self._calls[name](x, weight)
-        return product
+
+def _why(names: list[str], missing: Mapping[str, str]) -> str:
+    return "; ".join(f"not {name}, as {missing[name]}" for name in names if name in missing)
