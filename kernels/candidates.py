@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from pdmesh.kernels import (
-    cublaslt_backend,
     deep_gemm_backend,
     flash_mla_backend,
     flashinfer_backend,
@@ -91,15 +90,7 @@ def _few_experts(s: Shapes) -> str | None:
 
 
 def _dense(_: torch.device) -> Any:
-    from pdmesh.kernels.gemm_choice import Fp8Gemm
-
-    return Fp8Gemm(dense_backends())
-
-
-def dense_backends() -> list[str]:
-    """Backends of dense products that can be used."""
-    others = (("cublaslt", cublaslt_backend), ("deep_gemm", deep_gemm_backend))
-    return ["triton", *(name for name, module in others if module.unavailable() is None)]
+    return importlib.import_module("pdmesh.kernels.dense").fp8_gemm
 
 
 def _deep_gemm(name: str) -> Candidate:
@@ -137,7 +128,7 @@ def register() -> None:
                     "by shape",
                     _dense,
                     _on_device(triton_problem),
-                    "split sums for few rows, a library for many",
+                    "for each shape the fastest that was measured",
                 ),
             ),
             "masked_grouped_gemm": (

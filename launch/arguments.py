@@ -122,6 +122,15 @@ examples:
   pdmesh explain 4f1c0d --all --json          every worker, for programs
 """
 
+_DOCTOR = """\
+Exit status 0 if a mesh can run here, 2 if something is missing.
+
+examples:
+  pdmesh doctor                               this machine, the shipped model
+  pdmesh doctor --device cuda --model DIR     which kernels a model would use on a GPU, and why
+  pdmesh doctor --redis redis://10.0.0.5      whether a store can be used
+"""
+
 _DRAFTS = "MTP drafts a step and sequence: 0 to 4, or auto: as many as pay off (default: 1)"
 
 
@@ -168,6 +177,7 @@ def parser() -> argparse.ArgumentParser:
     add_registry_arguments(registry)
     add_verify_arguments(command("verify", VERIFY_TEXT, VERIFY_EPILOG))
     _add_simulate(command("simulate", "run the mesh on virtual time, with faults", _SIMULATE))
+    _add_doctor(command("doctor", "what is here, and what computes each operation", _DOCTOR))
     command("version", "show the version")
     return top
 
@@ -334,6 +344,13 @@ def _add_simulate(simulate: argparse.ArgumentParser) -> None:
         "--requests", type=int, default=10, metavar="R", help="requests of a run (default: 10)"
     )
     simulate.add_argument("--trace", action="store_true", help="print every event")
+
+
+def _add_doctor(doctor: argparse.ArgumentParser) -> None:
+    doctor.add_argument("--model", type=Path, metavar="DIR", help="checkpoint (default: shipped)")
+    doctor.add_argument("--device", help="cpu, cuda or cuda:N (default: the best there is)")
+    doctor.add_argument("--latents", metavar="P", help="in the pages: plain (default) or fp8")
+    doctor.add_argument("--redis", metavar="URL", help="look at this store (default: embedded)")
 
 
 def _add_status(status: argparse.ArgumentParser) -> None:

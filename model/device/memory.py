@@ -59,7 +59,7 @@ def step_bytes(config: ModelConfig, rows: int, chosen: int) -> int:
     c, heads = config, config.num_attention_heads
     attention = 2 * rows * heads * (2 * c.qk_head_dim + 2 * c.latent_width + 2 * c.v_head_dim)
     if rows <= MASKED_ROWS:
-        routed = c.n_routed_experts * rows
+        routed = c.n_routed_experts * round_up(rows)
     else:
         top_k = 0 if c.gate is None else c.gate.top_k
         routed = rows * top_k + 128 * c.n_routed_experts
