@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdmesh.model.batch import Batch, Form
-from pdmesh.model.device.step import page_tables, slots_of
+from pdmesh.model.device.step import page_tables
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:
@@ -75,16 +75,21 @@ def padded(
     """The padded step of a batch that `fits`; tokens [T] are the batch's, on the host."""
     size = padded_size(len(batch.slices), sizes)
     assert size is not None
+    page_size, items = batch.page_size, batch.slices
+    bounds = np.array([(item.start, item.end, item.write_from) for item in items], np.int64)
+    starts, ends, write_from = bounds[:, :1], bounds[:, 1:2], bounds[:, 2:]
+    table = page_tables(items, int(-(-ends.max() // page_size)))
+    positions = ends - rows + np.arange(rows)
+    pages = np.take_along_axis(table, positions // page_size, axis=1).astype(np.int64)
+    slots = pages * (num_layers * page_size) + positions % page_size
+    slots[positions < np.maximum(starts, write_from)] = -1
+    real = positions.size
+    at = np.flatnonzero((positions >= starts).ravel())
     values = np.zeros((3, size * rows), np.int64)
-    values[2] = -1
-    ends = np.array([item.end for item in batch.slices], np.int64)
-    counts = ends - np.array([item.start for item in batch.slices], np.int64)
-    real = len(ends) * rows
-    values[1, :real] = (ends[:, None] - rows + np.arange(rows)).ravel()
-    at = np.flatnonzero((np.arange(rows) >= (rows - counts)[:, None]).ravel())
     values[0, at] = tokens
-    values[2, at] = slots_of(batch, num_layers)
+    values[1, :real] = positions.ravel()
+    values[2] = -1
+    values[2, :real] = slots.ravel()
     lengths = np.full(size, rows, np.int32)
-    lengths[: len(ends)] = ends
-    used = int(-(-ends.max() // batch.page_size))
-    return PaddedStep(size, rows, values, page_tables(batch.slices, used), lengths, real, at)
+    lengths[: len(items)] = ends[:, 0]
+    return PaddedStep(size, rows, values, table, lengths, real, at)

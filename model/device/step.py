@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -168,9 +169,15 @@ def page_tables(items: Sequence[SequenceSlice], columns: int) -> NDArray[np.int3
     """The pages of each sequence [n, columns], zeros behind its last one."""
     table = np.zeros((len(items), columns), np.int32)
     for row, item in zip(table, items, strict=True):
-        held = item.page_table[:columns]
+        held = _page_row(item.page_table)[:columns]
         row[: len(held)] = held
     return table
+
+
+@lru_cache(8192)
+def _page_row(pages: tuple[int, ...]) -> NDArray[np.int32]:
+    """A sequence's pages as an array: they change once in many steps."""
+    return np.asarray(pages, np.int32)
 
 
 def _paged(items: Sequence[SequenceSlice], count: int, device: torch.device) -> Paged:
