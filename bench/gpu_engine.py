@@ -18,16 +18,21 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from pdmesh.decode.drafter import SequenceRows
+from pdmesh.decode.runner import DecodeRunner
 from pdmesh.model.batch import Batch, SequenceSlice
 from pdmesh.model.device.building import build_weights
 from pdmesh.model.device.full_width import full_width
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.padding import padded
 from pdmesh.model.device.sources import RandomSource
+from pdmesh.model.sampling_state import SamplingState
+from pdmesh.wire.sampling import SamplingParams
 
 PAGE = 64
 
@@ -100,6 +105,44 @@ def measure_decode(model: DeviceModel, pool: Tensor, count: int, keys: int, rows
     }
 
 
+def measure_runner(model: DeviceModel, pool: Tensor, count: int, keys: int) -> dict:
+    """Whole steps of a decode worker: batch, graph, logits, greedy choice; one row a sequence."""
+    pages = -(-(keys + 1) // PAGE)
+    params = SamplingParams(temperature=0.0)
+    sequences = [
+        SequenceRows(
+            [7] * keys,
+            tuple(range(i * pages, (i + 1) * pages)),
+            keys - 1,
+            SamplingState(params, [7]),
+            100,
+            None,
+        )
+        for i in range(count)
+    ]
+    runner = DecodeRunner(model, SimpleNamespace(tensor=pool), PAGE, draft_tokens=0)
+    step = lambda: runner.step(sequences)  # noqa: E731
+    for _ in range(3):
+        step()
+    batch = decode_batch(count, keys, 1)
+    graphs = model._graphs_for(batch, "absorbed", pool, 0)
+    replay, _ = graphs._graphs[padded(batch, batch.host_tokens, 1, graphs.sizes, 1).size]
+    hidden = torch.zeros(count, model.config.hidden_size, dtype=torch.bfloat16, device="cuda")
+    graph = statistics.median(event_times(replay, 10))
+    head = statistics.median(event_times(lambda: model.logits(hidden).argmax(-1), 10))
+    whole = statistics.median(wall_times(step, 10))
+    return {
+        "what": "decode worker's step",
+        "batch": count,
+        "rows": 1,
+        "graph_ms": round(graph, 3),
+        "head_ms": round(head, 3),
+        "step_ms": round(whole, 3),
+        "host_share": round((whole - graph - head) / whole, 4),
+        "tokens_per_s": round(count / whole * 1e3),
+    }
+
+
 def measure_prefill(model: DeviceModel, pool: Tensor, tokens: int) -> dict:
     table = tuple(range(-(-tokens // PAGE)))
     batch = Batch.build([SequenceSlice(table, 0, tokens, 0)], [[7] * tokens], PAGE, "cuda")
@@ -141,12 +184,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pages = max(options.batch) * -(-(options.keys + 1) // PAGE)
     pool = model.new_latents(pages, PAGE)
     pool.normal_()
-    model.capture_sizes(pool, (options.rows,), sorted(options.batch))
+    model.capture_sizes(pool, {1, options.rows}, sorted(options.batch))
     results = [
         measure_decode(model, pool, count, options.keys, options.rows) for count in options.batch
     ]
     for result in results:
         print(json.dumps(result), flush=True)
+    for count in options.batch:
+        results.append(measure_runner(model, pool, count, options.keys))
+        print(json.dumps(results[-1]), flush=True)
     for tokens in options.prompt:
         results.append(measure_prefill(model, pool, tokens))
         print(json.dumps(results[-1]), flush=True)

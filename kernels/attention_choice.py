@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdmesh.kernels import flash_mla_backend, flashinfer_backend
+from pdmesh.kernels import flash_mla_backend, flashinfer_backend, hopper_mla
 
 
 class TritonDecode:
@@ -57,6 +57,24 @@ class FlashMlaDecode:
         plan = plan or self.plan(lengths, rows, query.shape[1])
         seen: Tensor = plan.decode(query, pages, page_table, lengths, rows, scale)
         return seen
+
+
+class HopperDecode:
+    """The FP8 kernel for packed latents; Triton where keys do not begin at 0."""
+
+    def plan(self, lengths: Tensor, rows: int, heads: int) -> Any:
+        """None."""
+        return None
+
+    def __call__(
+        self, *args: Any, rank: int = hopper_mla.RANK, first_key: int = 0, plan: Any = None
+    ) -> Tensor:
+        """See `mla_reference.mla_decode`."""
+        if first_key:
+            from pdmesh.kernels.triton.mla_decode import mla_decode
+
+            return mla_decode(*args, rank=rank, first_key=first_key)
+        return hopper_mla.mla_decode(*args)
 
 
 class TritonPrefill:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from pdmesh.kernels import (
-    deep_gemm_backend,
     flash_mla_backend,
     flashinfer_backend,
+    hopper_mla,
 )
 from pdmesh.kernels.backends import FASTER, Candidate, Shapes
 
@@ -73,16 +73,16 @@ def _bf16_latents(s: Shapes) -> str | None:
     return flash_mla_backend.supports(s.heads, s.page_size, s.rank + s.rope, dtype)
 
 
+def _packed(s: Shapes) -> str | None:
+    if s.latent_bytes != 1:
+        return "the pages hold latents in bfloat16"
+    fits = s.page_size == hopper_mla.PAGE and s.rank + s.rope == hopper_mla.WIDTH
+    return None if fits else f"it takes pages of {hopper_mla.PAGE} latents of {hopper_mla.WIDTH}"
+
+
 def _widths(s: Shapes) -> str | None:
     widths = (s.nope + s.rope, s.value_dim)
     return None if widths == (192, 128) else f"keys and values are {widths}, not (192, 128) wide"
-
-
-def _experts(s: Shapes) -> str | None:
-    wide = -(-s.intermediate // BLOCK) * BLOCK
-    shapes = ((2 * wide, s.hidden), (s.hidden, wide))
-    problems = (deep_gemm_backend.unsupported(n, k) for n, k in shapes)
-    return next((p for p in problems if p is not None), None)
 
 
 def _few_experts(s: Shapes) -> str | None:
@@ -93,12 +93,12 @@ def _dense(_: torch.device) -> Any:
     return importlib.import_module("pdmesh.kernels.dense").fp8_gemm
 
 
-def _deep_gemm(name: str) -> Candidate:
+def _grouped(name: str) -> Candidate:
     return Candidate(
-        "deep_gemm",
-        lambda _: getattr(deep_gemm_backend, name),
-        _on_device(deep_gemm_backend.unavailable, _experts),
-        "the fastest grouped product measured on an H200",
+        "by rows",
+        lambda _: getattr(importlib.import_module("pdmesh.kernels.grouped"), name),
+        _on_device(triton_problem),
+        "own for few rows of an expert, DeepGEMM for many where it is installed",
     )
 
 
@@ -132,11 +132,11 @@ def register() -> None:
                 ),
             ),
             "masked_grouped_gemm": (
-                _deep_gemm("masked_grouped_gemm"),
+                _grouped("masked_grouped_gemm"),
                 _triton("grouped_gemm", "masked_grouped_gemm"),
             ),
             "contiguous_grouped_gemm": (
-                _deep_gemm("contiguous_grouped_gemm"),
+                _grouped("contiguous_grouped_gemm"),
                 _triton("grouped_gemm", "contiguous_grouped_gemm"),
             ),
             "absorb_query": (_triton("absorbed", "absorb_query"),),
@@ -152,6 +152,12 @@ def register() -> None:
                     _attention("FlashMlaDecode"),
                     _on_device(flash_mla_backend.unavailable, _bf16_latents),
                     "the fastest decode measured on an H200; triton in the MTP layer",
+                ),
+                Candidate(
+                    "hopper",
+                    _attention("HopperDecode"),
+                    _on_device(hopper_mla.unavailable, _packed),
+                    "FP8 products on packed latents; triton in the MTP layer",
                 ),
                 Candidate(
                     "triton",

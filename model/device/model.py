@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -157,9 +157,9 @@ class DeviceModel:
     def capture_sizes(
         self,
         pool: Tensor,
-        rows: Sequence[int],
+        rows: Collection[int],
         sizes: Sequence[int],
-        mtp_rows: Sequence[int] = (),
+        mtp_rows: Collection[int] = (),
         recorder: Capture | None = None,
     ) -> None:
         """As `capture`, for steps of these ascending numbers of sequences."""
