@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdmesh.kernels.backends import Backends, Shapes, choose_backends
+from pdmesh.kernels.quantised import LATENT_BYTES
 from pdmesh.model.batch import Batch, Form, SequenceSlice
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.device.building import build_weights
@@ -88,10 +89,13 @@ class DeviceModel:
         """Layers a page holds: num_layers, plus one with MTP."""
         return self.config.num_hidden_layers + (self.weights.mtp is not None)
 
-    def new_latents(self, num_pages: int, page_size: int = 64) -> Tensor:
-        """An empty pool of bfloat16 [num_pages, num_latent_layers, page_size, width]."""
-        shape = (num_pages, self.num_latent_layers, page_size, self.config.latent_width)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+    def new_latents(self, num_pages: int, page_size: int = 64, packed: bool = False) -> Tensor:
+        """An empty pool [num_pages, num_latent_layers, page_size, width] of the model's dtype, or
+        of packed latents [..., 656] uint8."""
+        width = LATENT_BYTES if packed else self.config.latent_width
+        dtype = torch.uint8 if packed else self.dtype
+        shape = (num_pages, self.num_latent_layers, page_size, width)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     @torch.no_grad()
     def forward(
@@ -265,8 +269,10 @@ class DeviceModel:
 
     def _check(self, batch: Batch, latents: Tensor) -> None:
         layers, width = self.num_latent_layers, self.config.latent_width
-        right = latents.dim() == 4 and latents.shape[1] == layers and latents.is_contiguous()
-        if not right or (latents.dtype != torch.uint8 and latents.shape[3] != width):
+        if latents.dtype == torch.uint8:
+            width = LATENT_BYTES
+        right = latents.dim() == 4 and latents.shape[1] == layers and latents.shape[3] == width
+        if not right or not latents.is_contiguous():
             raise ValueError(
                 f"latents must be a contiguous [pages, {layers}, page_size, {width}] tensor, this "
                 f"one is {list(latents.shape)}"
