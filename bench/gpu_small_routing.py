@@ -154,25 +154,29 @@ def unpermute_case(m: int) -> Case:
     )
 
 
-def sample_case(m: int, greedy: bool, vocab: int = 129280) -> Case:
+def sample_case(m: int, kind: str, vocab: int = 129280) -> Case:
     def make(seed: int) -> tuple[Any, ...]:
         generator = torch.Generator(DEVICE).manual_seed(seed)
         logits = 3 * torch.randn((m, vocab), generator=generator, device=DEVICE)
-        heat = torch.full((m,), 0.0 if greedy else 0.8, dtype=torch.float64, device=DEVICE)
+        heat = torch.full(
+            (m,), 0.0 if kind == "greedy" else 0.8, dtype=torch.float64, device=DEVICE
+        )
         numbers = torch.rand((m,), generator=generator, device=DEVICE, dtype=torch.float64)
         out = torch.empty(m, dtype=torch.int64, device=DEVICE)
-        return logits, heat, 0 * heat + 0.01, numbers, out, sampling.workspace(m, vocab, DEVICE)
+        work = sampling.workspace(m, vocab, DEVICE)
+        top_p = 0 * heat + 0.9 if kind == "top_p" else None
+        return logits, heat, 0 * heat + 0.01, numbers, None, top_p, out, work
 
     def error(data: Any) -> float:
-        same = sampling.sample(*data[:4]) == sampling_definition.sample(*data[:4])
+        same = sampling.sample(*data[:6]) == sampling_definition.sample(*data[:6])
         return float((~same).float().mean())
 
     return Case(
-        f"sample {'greedy' if greedy else 'random'} {m}x{vocab}",
+        f"sample {kind} {m}x{vocab}",
         m * vocab * 4,
         make,
-        lambda data, **more: sampling.sample(*data[:4], out=data[4], work=data[5], **more),
-        lambda data: sampling_definition.sample(*data[:4]),
+        lambda data, **more: sampling.sample(*data[:6], out=data[6], work=data[7], **more),
+        lambda data: sampling_definition.sample(*data[:6]),
         error,
         0.0,
     )
@@ -184,7 +188,7 @@ CASES = (
     *(permute_case(m, contiguous) for m in (128, 256) for contiguous in (False, True)),
     permute_case(4096, True),
     *(unpermute_case(m) for m in (128, 256, 4096)),
-    *(sample_case(m, greedy) for m in (128, 256) for greedy in (True, False)),
+    *(sample_case(m, kind) for m in (128, 256) for kind in ("greedy", "random", "top_p")),
 )
 
 

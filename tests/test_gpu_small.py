@@ -343,3 +343,20 @@ def test_tokens_are_those_of_the_definition(m):
     assert torch.equal(got, sampling_definition.sample(logits, heat, min_p, numbers))
     if m > 8:
         assert got[8:12].tolist() == [-1, -1, -1, 0]
+
+
+def test_cut_rows_are_drawn_as_by_the_definition():
+    m = 64
+    generator = torch.Generator("cuda").manual_seed(m)
+    logits = 3 * torch.randn((m, 129280), generator=generator, device="cuda")
+    kinds = torch.arange(m, device="cuda")
+    heat = torch.tensor([0.0, 1.0, 0.6, 0.3], device="cuda").double()[kinds % 4]
+    top_k = torch.tensor([0, 1, 50, 1000, 5000], device="cuda")[kinds % 5]
+    top_p = torch.tensor([1.0, 0.5, 0.95], device="cuda").double()[kinds % 3]
+    numbers = torch.rand((m,), generator=generator, device="cuda", dtype=torch.float64)
+    logits[7, 5], logits[11, 1:] = torch.nan, -torch.inf
+    arguments = (logits, heat, 0 * heat, numbers, top_k, top_p)
+    got = sampling.sample(*arguments)
+    assert torch.equal(got, sampling_definition.sample(*arguments))
+    assert got[7] == sampling_definition.NO_TOKEN
+    assert bool((got == sampling_definition.UNDECIDED).any())
