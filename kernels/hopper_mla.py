@@ -46,7 +46,8 @@ def library_path() -> Path:
     """Where the compiled kernel of this source belongs."""
     folder = os.environ.get("PDMESH_KERNEL_CACHE")
     base = Path(folder) if folder else Path.home() / ".cache" / "pdmesh" / "kernels"
-    mark = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
+    sources = sorted(SOURCE.parent.glob("*.cu*"))
+    mark = hashlib.sha256(b"".join(p.read_bytes() for p in sources) + " ".join(FLAGS).encode()).hexdigest()[:16]
     return base / f"mla_decode_fp8-{mark}.so"
 
 
