@@ -47,7 +47,8 @@ def library_path() -> Path:
     folder = os.environ.get("PDMESH_KERNEL_CACHE")
     base = Path(folder) if folder else Path.home() / ".cache" / "pdmesh" / "kernels"
     sources = sorted(SOURCE.parent.glob("*.cu*"))
-    mark = hashlib.sha256(b"".join(p.read_bytes() for p in sources) + " ".join(FLAGS).encode()).hexdigest()[:16]
+    text = b"".join(p.read_bytes() for p in sources) + " ".join(FLAGS).encode()
+    mark = hashlib.sha256(text).hexdigest()[:16]
     return base / f"mla_decode_fp8-{mark}.so"
 
 

@@ -123,3 +123,11 @@ def test_a_result_is_not_overwritten_by_the_next_step(models):
     graphs.forward(step_of((40, 42), tables=tables[1:]), pool, "absorbed")
     assert torch.equal(first, kept)
     assert np.isfinite(first.numpy()).all()
+
+
+def test_warming_up_changes_no_page(models):
+    plain, _ = models
+    pool, _ = filled_pool(plain, [(3, 9, 1), (4, 2, 7)])
+    before = pool.clone()
+    plain.warm_up(pool, 50)
+    torch.testing.assert_close(pool, before, equal_nan=True, rtol=0, atol=0)
