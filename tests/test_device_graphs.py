@@ -3,6 +3,9 @@
 The recorder calls a step again where a device would replay it: everything but the capture is real.
 """
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -131,3 +134,38 @@ def test_warming_up_changes_no_page(models):
     before = pool.clone()
     plain.warm_up(pool, 50)
     torch.testing.assert_close(pool, before, equal_nan=True, rtol=0, atol=0)
+
+
+class Scheduler:
+    """A decode backend that plans: a schedule must live as long as the graph that writes to it."""
+
+    class Plan:
+        def refresh(self, lengths):
+            assert self.lengths is lengths
+
+    def __init__(self, call):
+        self.call, self.plans = call, []
+
+    def plan(self, lengths, rows, heads):
+        plan = self.Plan()
+        plan.lengths = lengths
+        self.plans.append(weakref.ref(plan))
+        return plan
+
+    def __call__(self, *args, plan=None, **keywords):
+        return self.call(*args, **keywords)
+
+
+def test_what_a_backend_planned_lives_as_long_as_its_graph():
+    """A graph writes to the memory of a schedule at every replay, whoever has it by then."""
+    model = exact_model(random_model(32))
+    scheduler = Scheduler(model.ops.mla_decode)
+    model.ops.mla_decode = scheduler
+
+    def record(compute):
+        output = compute().clone()
+        return (lambda: None), output  # as a graph does, it keeps nothing of the call alive
+
+    model.capture(model.new_latents(4, PAGE), (2,), 2, (2,), record)
+    gc.collect()
+    assert [ref() is not None for ref in scheduler.plans] == [True, True]

@@ -108,6 +108,7 @@ class StepGraphs:
         self._plan = plan
         self._capture = capture
         self._buffers: dict[int, _Buffers] = {}
+        self._steps: list[DeviceStep] = []  # a graph writes to what was planned, and keeps nothing
         self._graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
 
     def warm_up(self, what: str) -> None:
@@ -177,6 +178,7 @@ class StepGraphs:
                 None,
             )
         )
+        self._steps.append(step)
 
         def compute() -> Tensor:
             attention = step.parts[0].attention

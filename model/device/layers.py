@@ -41,12 +41,13 @@ class Layers:
 
     def planned(self, step: DeviceStep) -> DeviceStep:
         """The step with what the backends of attention plan once for all layers."""
-        parts = tuple(replace(p, attention=self._plan(p.attention)) for p in step.parts)
+        first = step.first_key
+        parts = tuple(replace(p, attention=self._plan(p.attention, first)) for p in step.parts)
         return replace(step, parts=parts)
 
-    def _plan(self, attention: Attention) -> Attention:
+    def _plan(self, attention: Attention, first_key: int) -> Attention:
         c, ops = self.config, self.ops
-        if isinstance(attention, Paged) and hasattr(ops.mla_decode, "plan"):
+        if isinstance(attention, Paged) and not first_key and hasattr(ops.mla_decode, "plan"):
             heads = c.num_attention_heads
             plan = ops.mla_decode.plan(attention.lengths, attention.count, heads)
             return replace(attention, plan=plan)
