@@ -26,41 +26,35 @@ namespace four {
 
 constexpr int STAGES = 4;
 
-// Places in shared memory, G scales a token being used.
-template <int G>
-struct Layout {
-    static constexpr int ROPES = G == 1 ? 4 : 2;
-    static constexpr int V = 0;
-    static constexpr int R = V + STAGES * V_STAGE;
-    static constexpr int Q = R + ROPES * TILE;
-    static constexpr int P = Q + (TILES + 1) * TILE;
-    static constexpr int SCALES = P + G * TILE;                // as fetched; then [group][position] float
-    static constexpr int NORMED = SCALES + STAGES * PAGE * 16;  // [group][position] half, over the reference
-    static constexpr int SMALL = NORMED + STAGES * PAGE * 8;
-    // Row maxima, alpha, row scale; for two steps the references and by how much they shrank the old sums.
-    static constexpr int BARRIERS = SMALL + (4 * PAIRS + 2 * 2 * 4) * 4;
-    static constexpr int BYTES_IN_ALL = BARRIERS + (3 * STAGES + 2 * ROPES) * 8;
-};
-static_assert(Layout<1>::BYTES_IN_ALL <= 232448 && Layout<4>::BYTES_IN_ALL <= 232448);
+constexpr int G = 4;  // scales of a token
+constexpr int AT_V = 0;
+constexpr int AT_R = AT_V + STAGES * V_STAGE;
+constexpr int AT_Q = AT_R + 2 * TILE;
+constexpr int AT_P = AT_Q + (TILES + 1) * TILE;
+constexpr int AT_SCALES = AT_P + G * TILE;                 // as fetched; then [group][position] float
+constexpr int AT_NORMED = AT_SCALES + STAGES * PAGE * 16;  // [group][position] half, over the reference
+constexpr int AT_SMALL = AT_NORMED + STAGES * PAGE * 8;
+// Row maxima, alpha, row scale; for two steps the references and by how much they shrank the old sums.
+constexpr int AT_BARRIERS = AT_SMALL + (4 * PAIRS + 2 * 2 * G) * 4;
+constexpr int BYTES_IN_ALL = AT_BARRIERS + (3 * STAGES + 4) * 8;
+static_assert(BYTES_IN_ALL <= 232448);
 
 // One warp, a step's pages p0 and p0 + 1: their scales by position, references, zeros where no token is.
-template <int G>
 __device__ __forceinline__ void prepare(char* shared, uint32_t full, uint32_t ready, int p0, int pages, int begin,
                                         int length, int lane, float (&reference)[G]) {
-    using At = Layout<G>;
     float most[G];
 #pragma unroll
     for (int g = 0; g < G; ++g) most[g] = 0.0f;
     const int count = min(2, pages - p0);
     for (int i = 0; i < count; ++i) {
         const int p = p0 + i, stage = p % STAGES, left = length - begin - p * PAGE;
-        const float* scales = reinterpret_cast<const float*>(shared + At::SCALES) + stage * PAGE * 4;
+        const float* scales = reinterpret_cast<const float*>(shared + AT_SCALES) + stage * PAGE * 4;
         barrier_wait(full + 8 * stage, (p / STAGES) & 1);
         if (left < PAGE) {
             for (int token = left + lane; token < PAGE; token += 32)
-                reinterpret_cast<uint4*>(shared + At::SCALES)[stage * PAGE + token] = make_uint4(0, 0, 0, 0);
+                reinterpret_cast<uint4*>(shared + AT_SCALES)[stage * PAGE + token] = make_uint4(0, 0, 0, 0);
             for (int token = left; token < PAGE; ++token)
-                *reinterpret_cast<uint4*>(shared + At::V + stage * V_STAGE + (lane / 8) * TILE + token * 128 +
+                *reinterpret_cast<uint4*>(shared + AT_V + stage * V_STAGE + (lane / 8) * TILE + token * 128 +
                                           lane % 8 * 16) = make_uint4(0, 0, 0, 0);
             __syncwarp();
         }
@@ -68,7 +62,7 @@ __device__ __forceinline__ void prepare(char* shared, uint32_t full, uint32_t re
         for (int g = 0; g < G; ++g)
             most[g] = fmaxf(most[g], fmaxf(scales[4 * lane + g], scales[4 * (lane + 32) + g]));
     }
-    float* step = reinterpret_cast<float*>(shared + At::SMALL) + 4 * PAIRS + p0 / 2 % 2 * 8;
+    float* step = reinterpret_cast<float*>(shared + AT_SMALL) + 4 * PAIRS + p0 / 2 % 2 * 8;
 #pragma unroll
     for (int g = 0; g < G; ++g) {
         const float top = __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(most[g])));
@@ -78,18 +72,15 @@ __device__ __forceinline__ void prepare(char* shared, uint32_t full, uint32_t re
             reference[g] = top;
         }
         if (lane == 0) {
-#pragma unroll
-            for (int i = g; i < (G == 1 ? 4 : g + 1); ++i) {
-                step[i] = reference[g];
-                step[4 + i] = shrink;
-            }
+            step[g] = reference[g];
+            step[G + g] = shrink;
         }
         most[g] = reference[g] > 0.0f ? ROOM / reference[g] : 0.0f;
     }
     for (int i = 0; i < count; ++i) {
         const int stage = (p0 + i) % STAGES;
-        float* scales = reinterpret_cast<float*>(shared + At::SCALES) + stage * PAGE * 4;
-        __half* normed = reinterpret_cast<__half*>(shared + At::NORMED) + stage * PAGE * 4;
+        float* scales = reinterpret_cast<float*>(shared + AT_SCALES) + stage * PAGE * 4;
+        __half* normed = reinterpret_cast<__half*>(shared + AT_NORMED) + stage * PAGE * 4;
         float x[2][G];
 #pragma unroll
         for (int g = 0; g < G; ++g) {
@@ -114,10 +105,8 @@ __device__ __forceinline__ void prepare(char* shared, uint32_t full, uint32_t re
     }
 }
 
-template <int G>
 __global__ void __launch_bounds__(384, 1)
 decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUtensorMap scales, const Arguments a) {
-    using At = Layout<G>;
     extern __shared__ __align__(1024) char shared[];
     const int tid = threadIdx.x, group = tid / 128, lane = tid % 32, warp = tid % 128 / 32;
     const int sequence = blockIdx.y, piece = blockIdx.z;
@@ -129,15 +118,15 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
     const int pairs = a.rows * a.heads;
     const int tile = blockIdx.x * PAIRS;
     const uint32_t base = shared_address(shared);
-    const uint32_t full = base + At::BARRIERS, empty = full + 8 * STAGES;
-    const uint32_t ready = empty + 8 * STAGES, rope_full = ready + 8 * STAGES, rope_empty = rope_full + 8 * At::ROPES;
+    const uint32_t full = base + AT_BARRIERS, empty = full + 8 * STAGES;
+    const uint32_t ready = empty + 8 * STAGES, rope_full = ready + 8 * STAGES, rope_empty = rope_full + 8 * 2;
     if (tid == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(full + 8 * i, 1);
             barrier_init(empty + 8 * i, 8);
             barrier_init(ready + 8 * i, 1);
         }
-        for (int i = 0; i < At::ROPES; ++i) {
+        for (int i = 0; i < 2; ++i) {
             barrier_init(rope_full + 8 * i, 1);
             barrier_init(rope_empty + 8 * i, 4);
         }
@@ -155,36 +144,36 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
                 const int row = static_cast<int>(table[p] * a.page_rows);
                 const uint32_t done = full + 8 * stage;
                 barrier_expect(done, V_STAGE + PAGE * 16);
-                fetch(base + At::SCALES + stage * PAGE * 16, &scales, RANK, row, done);
+                fetch(base + AT_SCALES + stage * PAGE * 16, &scales, RANK, row, done);
                 for (int g = 0; g < TILES; ++g)
-                    fetch(base + At::V + stage * V_STAGE + g * TILE, &values, g * 128, row, done);
+                    fetch(base + AT_V + stage * V_STAGE + g * TILE, &values, g * 128, row, done);
             }
         } else if (warp == 1 && lane == 0) {
             for (int p = 0; p < pages; ++p) {
-                const int slot = p % At::ROPES;
-                if (p >= At::ROPES) barrier_wait(rope_empty + 8 * slot, (p / At::ROPES - 1) & 1);
+                const int slot = p % 2;
+                if (p >= 2) barrier_wait(rope_empty + 8 * slot, (p / 2 - 1) & 1);
                 const int row = static_cast<int>(table[p] * a.page_rows);
                 barrier_expect(rope_full + 8 * slot, TILE);
-                fetch(base + At::R + slot * TILE, &values, RANK + 16, row, rope_full + 8 * slot);
+                fetch(base + AT_R + slot * TILE, &values, RANK + 16, row, rope_full + 8 * slot);
             }
         } else if (warp == 2) {
             float reference[G];
 #pragma unroll
             for (int g = 0; g < G; ++g) reference[g] = 0.0f;
             for (int p0 = 0; p0 < pages; p0 += 2)
-                prepare<G>(shared, full, ready, p0, pages, begin, length, lane, reference);
+                prepare(shared, full, ready, p0, pages, begin, length, lane, reference);
         }
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
 
-    float* row_max = reinterpret_cast<float*>(shared + At::SMALL);
+    float* row_max = reinterpret_cast<float*>(shared + AT_SMALL);
     float* row_alpha = row_max + 2 * PAIRS;
     float* row_scale = row_alpha + PAIRS;
     const float* step_scales = row_scale + PAIRS;
     const int q4 = lane % 4, r0 = 16 * warp + lane / 4;
     const long first = static_cast<long>(sequence) * pairs + tile;
-    load_query(a, shared + At::Q, row_scale, tid, first, pairs - tile);
+    load_query(a, shared + AT_Q, row_scale, tid, first, pairs - tile);
     proxy_fence();
     meet(1, 256);
 
@@ -198,34 +187,21 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
     // Products of page p with the queries, not waited for: rotated part to s, the others to t.
     float s[32], t[32];
     const auto rotated = [&](int p) {
-        const int slot = p % At::ROPES;
-        const uint32_t qd = descriptor(base + At::Q + TILES * TILE), kd = descriptor(base + At::R + slot * TILE);
+        const int slot = p % 2;
+        const uint32_t qd = descriptor(base + AT_Q + TILES * TILE), kd = descriptor(base + AT_R + slot * TILE);
         mma_fence();
         mma_bf16<false>(s, qd, kd);
 #pragma unroll
         for (int k = 1; k < 4; ++k) mma_bf16<true>(s, qd + 2 * k, kd + 2 * k);
     };
-    const auto latent = [&](int p, int first_tile, int tiles) {
-        const uint32_t qd = descriptor(base + At::Q + first_tile * TILE);
-        const uint32_t kd = descriptor(base + At::V + p % STAGES * V_STAGE + first_tile * TILE);
+    const auto latent = [&](int p, int g) {
+        const uint32_t qd = descriptor(base + AT_Q + g * TILE);
+        const uint32_t kd = descriptor(base + AT_V + p % STAGES * V_STAGE + g * TILE);
         mma_fp8<false>(t, qd, kd);
 #pragma unroll
-        for (int k = 1; k < 4 * tiles; ++k) {
-            const int on = k / 4 * (TILE / 16) + 2 * (k % 4);
-            mma_fp8<true>(t, qd + on, kd + on);
-        }
+        for (int k = 1; k < 4; ++k) mma_fp8<true>(t, qd + 2 * k, kd + 2 * k);
         mma_commit();
     };
-    // What is not there is multiplied too, so that no product is conditional; nothing is made of it.
-    const auto all_products = [&](int p) {
-        if (p < pages) {
-            barrier_wait(rope_full + 8 * (p % At::ROPES), (p / At::ROPES) & 1);
-            barrier_wait(full + 8 * (p % STAGES), (p / STAGES) & 1);
-        }
-        rotated(p);
-        latent(p, 0, TILES);
-    };
-    if constexpr (G == 1) all_products(group);
 
     for (int p0 = 0; p0 < pages; p0 += 2) {
         const int p = p0 + group;
@@ -235,33 +211,22 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
         const bool whole = first_token + PAGE <= end - (a.rows - 1);
         float high[2] = {-INFINITY, -INFINITY};
         const float factor[2] = {row_scale[r0], row_scale[r0 + 8]};
-        const float4* scales_at = reinterpret_cast<const float4*>(shared + At::SCALES) + stage * PAGE + q4;
-        if constexpr (G == 1) {
-            mma_wait<0>();
-            hold(s);
-            hold(t);
-        }
+        const float4* scales_at = reinterpret_cast<const float4*>(shared + AT_SCALES) + stage * PAGE + q4;
         if (mine) {
             barrier_wait(ready + 8 * stage, (p / STAGES) & 1);
-            if constexpr (G == 1) {
-                if (lane == 0) barrier_arrive(rope_empty + 8 * (p % At::ROPES));
-            } else {
-                barrier_wait(rope_full + 8 * (p % At::ROPES), (p / At::ROPES) & 1);
-                rotated(p);
-                mma_commit();
-            }
+            barrier_wait(rope_full + 8 * (p % 2), (p / 2) & 1);
+            rotated(p);
+            mma_commit();
 #pragma unroll
             for (int g = 0; g < G; ++g) {
-                if constexpr (G > 1) {
-                    mma_fence();
-                    latent(p, g, 1);
-                    mma_wait<0>();
-                    if (g == 0) {
-                        hold(s);
-                        if (lane == 0) barrier_arrive(rope_empty + 8 * (p % At::ROPES));
-                    }
-                    hold(t);
+                mma_fence();
+                latent(p, g);
+                mma_wait<0>();
+                if (g == 0) {
+                    hold(s);
+                    if (lane == 0) barrier_arrive(rope_empty + 8 * (p % 2));
                 }
+                hold(t);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const float4 x = scales_at[g * 16 + 4 * j];
@@ -314,7 +279,7 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
                 s[i] = exp2_fast(fmaf(s[i], factor[i % 4 / 2], -from[i % 4 / 2]));
                 total[i % 4 / 2] += s[i];
             }
-            const uint2* at = reinterpret_cast<const uint2*>(shared + At::NORMED) + stage * PAGE + q4;
+            const uint2* at = reinterpret_cast<const uint2*>(shared + AT_NORMED) + stage * PAGE + q4;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 __half2 x[2][2];
@@ -329,7 +294,7 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         const int row = r0 + 8 * i;
-                        char* to = shared + At::P + g * TILE + row * 128 + (((4 * group + j) ^ (row & 7)) << 4);
+                        char* to = shared + AT_P + g * TILE + row * 128 + (((4 * group + j) ^ (row & 7)) << 4);
                         *reinterpret_cast<uint32_t*>(to + 4 * q4) =
                             pack_fp8(__hmul2(x[i][0], w0), __hmul2(x[i][1], w1));
                     }
@@ -362,24 +327,18 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
 #pragma unroll
                 for (int b = 0; b < 4; ++b) {
                     const int g = 2 * group + b / 2, chunk = 4 * (b % 2) + warp;
-                    load_values(v[k % 2][b], base + At::V + from_stage * V_STAGE + g * TILE + token * 128 +
+                    load_values(v[k % 2][b], base + AT_V + from_stage * V_STAGE + g * TILE + token * 128 +
                                                  ((chunk ^ (lane & 7)) << 4));
                 }
                 mma_fence();
 #pragma unroll
                 for (int b = 0; b < 4; ++b)
                     mma_fp8_registers(acc[b], v[k % 2][b],
-                                      descriptor(base + At::P + (G == 1 ? 0 : 2 * group + b / 2) * TILE) + 2 * k);
+                                      descriptor(base + AT_P + (2 * group + b / 2) * TILE) + 2 * k);
                 mma_commit();
             }
         }
-        if constexpr (G == 1) {
-            mma_wait<1>();
-            all_products(p + 2);
-            mma_wait<1>();
-        } else {
-            mma_wait<0>();
-        }
+        mma_wait<0>();
 #pragma unroll
         for (int b = 0; b < 4; ++b) hold(acc[b]);
         if (lane == 0) {
@@ -388,7 +347,6 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
         }
     }
 
-    if constexpr (G == 1) mma_wait<0>();
     float2 reference = make_float2(0.0f, 0.0f);  // of this warpgroup's values
     if (pages > 0) reference = *reinterpret_cast<const float2*>(step_scales + (pages - 1) / 2 % 2 * 8 + 2 * group);
 

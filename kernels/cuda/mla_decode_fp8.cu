@@ -18,10 +18,7 @@ extern "C" int pdmesh_mla_decode_fp8(const void* query, void* out, void* partial
         if (found == nullptr) return cudaErrorNotSupported;
         const cudaFuncAttribute most = cudaFuncAttributeMaxDynamicSharedMemorySize;
         cudaError_t set = cudaFuncSetAttribute(one::decode, most, one::BYTES_IN_ALL);
-        if (set == cudaSuccess)
-            set = cudaFuncSetAttribute(four::decode<1>, most, four::Layout<1>::BYTES_IN_ALL);
-        if (set == cudaSuccess)
-            set = cudaFuncSetAttribute(four::decode<4>, most, four::Layout<4>::BYTES_IN_ALL);
+        if (set == cudaSuccess) set = cudaFuncSetAttribute(four::decode, most, four::BYTES_IN_ALL);
         if (set != cudaSuccess) return set;
         encode = reinterpret_cast<Encode>(found);
     }
@@ -46,11 +43,9 @@ extern "C" int pdmesh_mla_decode_fp8(const void* query, void* out, void* partial
     a.scale_log2 = scale_log2;
     const dim3 grid((rows * heads + PAIRS - 1) / PAIRS, sequences, splits);
     const auto on = static_cast<cudaStream_t>(stream);
-    if (shared_scale == 1)
+    if (shared_scale)
         one::decode<<<grid, 512, one::BYTES_IN_ALL, on>>>(values, scales, a);
-    else if (shared_scale == 2)
-        four::decode<1><<<grid, 384, four::Layout<1>::BYTES_IN_ALL, on>>>(values, scales, a);
     else
-        four::decode<4><<<grid, 384, four::Layout<4>::BYTES_IN_ALL, on>>>(values, scales, a);
+        four::decode<<<grid, 384, four::BYTES_IN_ALL, on>>>(values, scales, a);
     return cudaGetLastError();
 }
