@@ -50,17 +50,40 @@ def test_prompts_say_what_the_reference_says(reference, device, talks):
     check_agreement(torch.cat(given), torch.cat(expected))
 
 
-def test_generated_rows_say_what_the_reference_says(reference, device, talks):
+@pytest.mark.parametrize("packed", [False, True], ids=["bf16 latents", "packed latents"])
+def test_generated_rows_say_what_the_reference_says(reference, talks, packed):
     """Two rows a step in absorbed form, behind a prompt in MHA form."""
+    device = DeviceModel.load(shipped_model(), "cuda", latent_bytes=1 if packed else 2)
     given, expected = [], []
     for tokens, answer in talks:
         begin = len(tokens) - answer - 1
         for model, kept in ((reference, expected), (device, given)):
-            pool = model.new_latents(6).fill_(float("nan"))
+            if model is device:
+                pool = model.new_latents(6, packed=packed).fill_(255 if packed else torch.nan)
+            else:
+                pool = model.new_latents(6)
             model.forward(batch_of([((5, 2, 1), 0, begin, tokens)], model.device), pool, "mha")
             for at in range(begin, len(tokens) - 2, 2):
                 step = batch_of([((5, 2, 1), at, at + 2, tokens)], model.device)
                 kept.append(model.logits(model.forward(step, pool, "absorbed")).cpu())
+    check_agreement(torch.cat(given), torch.cat(expected))
+
+
+def test_the_mtp_layer_drafts_what_the_reference_drafts(reference, device, talks):
+    given, expected = [], []
+    for tokens, answer in talks:
+        begin = len(tokens) - answer
+        table, end = (5, 2, 1), len(tokens)
+        for model, kept in ((reference, expected), (device, given)):
+            pool = model.new_latents(6).fill_(float("nan"))
+            prompt = batch_of([(table, 0, end, tokens)], model.device)
+            hidden = model.forward(prompt, pool, "mha")
+            first = batch_of([(table, 1, begin, tokens)], model.device)
+            model.mtp_forward(first, hidden[: begin - 1], pool, "mha")
+            for at in range(begin, end - 1, 2):
+                step = batch_of([(table, at, at + 2, tokens)], model.device)
+                rows = model.mtp_forward(step, hidden[at - 1 : at + 1], pool, "absorbed")
+                kept.append(model.mtp_logits(rows).cpu())
     check_agreement(torch.cat(given), torch.cat(expected))
 
 
