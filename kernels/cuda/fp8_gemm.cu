@@ -20,11 +20,14 @@ constexpr int SCALE_BYTES = BLOCK_M * 4;
 constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int SUM_PITCH = BLOCK_N % 32 == 8 || BLOCK_N % 32 == 24 ? BLOCK_N : BLOCK_N + 8;
 constexpr int SUM_BYTES = BLOCK_M * SUM_PITCH * 4;
-constexpr int RING_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
-constexpr int SCALES_AT = RING_BYTES;
+constexpr int PART_ROWS = BLOCK_M / SPLIT;  // of the result, which a thread block adds up
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+constexpr int SUMS_AT = SPLIT > 1 ? RING_BYTES : 0;  // alone, it takes the ring's memory
+static_assert(RING_BYTES >= SUM_BYTES, "the sums of a tile fit");
+constexpr int SCALES_AT = RING_BYTES + (SPLIT > 1 ? SUM_BYTES : 0);
 constexpr int WEIGHT_SCALES_AT = SCALES_AT + STAGES * SCALE_BYTES;
 constexpr int BARRIERS_AT = WEIGHT_SCALES_AT + 2 * MOST_STEPS * 4;
-constexpr int SHARED_BYTES = BARRIERS_AT + 2 * STAGES * 8 + 1024;
+constexpr int SHARED_BYTES = BARRIERS_AT + (2 * STAGES + 1) * 8 + 1024;
 constexpr bool CROSSES = 128 % BLOCK_N != 0;  // a tile may lie in two blocks of weights
 constexpr int THREADS = 288;
 static_assert(BLOCK_N % 8 == 0 && BLOCK_N <= 128 + 8 && W_BYTES % 1024 == 0, "swizzled rows");
@@ -42,14 +45,13 @@ __device__ __forceinline__ uint32_t of_rank(uint32_t local, uint32_t rank) {
   return remote;
 }
 
-// What was written before is seen after.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+// Nothing is to be seen through it, so no fence, which would wait for all loads and stores.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 
-// Nothing to be seen, so no fence, which would wait for all of a thread's loads and stores.
-__device__ __forceinline__ void cluster_meet() {
-  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait;" ::: "memory");
 }
 
 __device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, int inner, int outer,
@@ -81,12 +83,14 @@ __device__ __forceinline__ void load_weight(uint32_t to, const CUtensorMap* map,
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fp8_gemm(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
              const __grid_constant__ CUtensorMap scale_map, const float* __restrict__ w_scales,
-             int w_scale_row, __nv_bfloat16* __restrict__ y, int64_t y_stride, int m, int n, int k) {
+             int w_scale_row, __nv_bfloat16* __restrict__ y, int64_t y_stride, int m, int n, int k,
+             int row_bytes) {
   extern __shared__ uint8_t raw[];
   const uint32_t base = (address(raw) + 1023) & ~1023u;
   uint8_t* const shared = raw + (base - address(raw));
   float* const weight_scales = reinterpret_cast<float*>(shared + WEIGHT_SCALES_AT);
   const uint32_t full = base + BARRIERS_AT, empty = full + STAGES * 8;
+  const uint32_t summed = empty + STAGES * 8;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
@@ -108,10 +112,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + s * 8), "r"(8 * PAIR)
                    : "memory");
     }
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(summed) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(summed),
+                 "r"(BLOCK_M * BLOCK_N * 4)
+                 : "memory");
   }
   __syncthreads();
-  if (PAIR > 1) cluster_meet();  // before a member loads into another
+  if (CLUSTER > 1) cluster_arrive();
+  if (PAIR > 1) cluster_wait();  // before a member loads into another
 
   if (warp == 8) {
     if (lane == 0) {
@@ -121,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const auto expect = [&](int i) {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                          full + i % STAGES * 8),
-                     "r"(X_BYTES + W_BYTES + SCALE_BYTES)
+                     "r"(row_bytes + W_BYTES)
                      : "memory");
       };
       const auto weights = [&](int i) {
@@ -151,10 +160,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
     }
     __syncwarp();
-    if (CLUSTER > 1) {
-      cluster_sync();
-      cluster_meet();
-    }
+    if (PAIR > 1) cluster_arrive();
+    if (CLUSTER > 1) cluster_wait();
     return;
   }
 
@@ -167,13 +174,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   asm volatile("bar.sync 1, 256;" ::: "memory");
   const int half = warp / 4;
   const int row = half * 64 + warp % 4 * 16 + lane / 4;  // and row + 8
+  const bool used = row0 + half * 64 < m;
   const int boundary = CROSSES ? ((block + 1) * 128 - column0) / 8 : BLOCK_N / 8;
+  // The products have been waited for: nothing is left that a wider release would have to order.
+  const auto release = [&](uint32_t barrier) {
+    __syncwarp();
+    if (PAIR > 1 && lane < PAIR)
+      asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
+                       of_rank(barrier, part * PAIR + lane))
+                   : "memory");
+    if (PAIR == 1 && lane == 0)
+      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+  };
   float sums[BLOCK_N / 2], product[BLOCK_N / 2];
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 2; ++i) sums[i] = 0;
   for (int i = 0; i < count; ++i) {
     const int s = i % STAGES;
     wait(full + s * 8, (i / STAGES) & 1);
+    const uint32_t barrier = empty + s * 8;
+    if (!used) {
+      release(barrier);
+      continue;
+    }
     const float* scales = reinterpret_cast<const float*>(shared + SCALES_AT + s * SCALE_BYTES);
     const float upper = scales[row], lower = scales[row + 8];
     const float near = weight_scales[i], far = CROSSES ? weight_scales[MOST_STEPS + i] : near;
@@ -186,17 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       multiply(product, a + 2 * part32, b + 2 * part32, part32 > 0);
     wait_products();
     pin(product);
-    __syncwarp();
-    if (lane < PAIR) {
-      const uint32_t barrier = empty + s * 8;
-      // The products have been waited for: nothing is left that a wider release would have to order.
-      if (PAIR > 1)
-        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
-                         of_rank(barrier, part * PAIR + lane))
-                     : "memory");
-      else
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-    }
+    release(barrier);
 #pragma unroll
     for (int j = 0; j < BLOCK_N / 8; ++j) {
       const float weight = !CROSSES || j < boundary ? near : far;
@@ -207,37 +220,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   }
 
-  // Every tile of this thread block has arrived: the ring's memory takes the sums.
-  asm volatile("bar.sync 1, 256;" ::: "memory");
-  float* const mine = reinterpret_cast<float*>(shared);
+  float* const shares = reinterpret_cast<float*>(shared + SUMS_AT);
+  if (SPLIT > 1) {
+    // A warp's 16 rows go to the thread block that adds them up, beside those of the other parts.
+    if (PAIR == 1) cluster_wait();  // they have begun
+    const int to = (row - lane / 4) / PART_ROWS, rank_to = to * PAIR + member;
+    const uint32_t barrier = of_rank(summed, rank_to);
+    const int at = (part * PART_ROWS + row - to * PART_ROWS) * SUM_PITCH + lane % 4 * 2;
+    const uint32_t upper = of_rank(base + SUMS_AT + at * 4, rank_to);
+    const auto push = [&](uint32_t address, float a, float b) {
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+              address),
+          "f"(a), "f"(b), "r"(barrier)
+          : "memory");
+    };
 #pragma unroll
-  for (int j = 0; j < BLOCK_N / 8; ++j) {
-    float* const to = mine + row * SUM_PITCH + 8 * j + lane % 4 * 2;
-    *reinterpret_cast<float2*>(to) = make_float2(sums[4 * j], sums[4 * j + 1]);
-    *reinterpret_cast<float2*>(to + 8 * SUM_PITCH) = make_float2(sums[4 * j + 2], sums[4 * j + 3]);
-  }
-  if (CLUSTER > 1)
-    cluster_sync();
-  else
+    for (int j = 0; j < BLOCK_N / 8; ++j) {
+      push(upper + j * 32, sums[4 * j], sums[4 * j + 1]);
+      push(upper + j * 32 + 8 * SUM_PITCH * 4, sums[4 * j + 2], sums[4 * j + 3]);
+    }
+    wait_cluster(summed, 0);
+  } else {
+    // Every tile has arrived and been read: the ring's memory takes the sums.
     asm volatile("bar.sync 1, 256;" ::: "memory");
-  constexpr int ROWS = BLOCK_M / SPLIT, QUADS = BLOCK_N / 4;
-  for (int i = threadIdx.x; i < ROWS * QUADS; i += 256) {
-    const int r = part * ROWS + i / QUADS, c = i % QUADS * 4;
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 8; ++j) {
+      float* const to = shares + row * SUM_PITCH + 8 * j + lane % 4 * 2;
+      *reinterpret_cast<float2*>(to) = make_float2(sums[4 * j], sums[4 * j + 1]);
+      *reinterpret_cast<float2*>(to + 8 * SUM_PITCH) =
+          make_float2(sums[4 * j + 2], sums[4 * j + 3]);
+    }
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+  }
+  constexpr int QUADS = BLOCK_N / 4;
+  for (int i = threadIdx.x; i < PART_ROWS * QUADS; i += 256) {
+    const int inside = i / QUADS, r = part * PART_ROWS + inside, c = i % QUADS * 4;
     float total[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int p = 0; p < SPLIT; ++p) {
-      const uint32_t local = base + (r * SUM_PITCH + c) * 4;
-      float v[4];
-      if (CLUSTER > 1) {
-        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                     : "r"(of_rank(local, p * PAIR + member)));
-      } else {
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                     : "r"(local));
-      }
-      for (int e = 0; e < 4; ++e) total[e] += v[e];
+      const float4 v = *reinterpret_cast<const float4*>(
+          shares + (p * PART_ROWS + inside) * SUM_PITCH + c);
+      total[0] += v.x, total[1] += v.y, total[2] += v.z, total[3] += v.w;
     }
     if (row0 + r < m && column0 + c < n) {
       __nv_bfloat162 pair[2] = {__floats2bfloat162_rn(total[0], total[1]),
@@ -246,7 +270,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           *reinterpret_cast<uint2*>(pair);
     }
   }
-  if (CLUSTER > 1) cluster_meet();
+  // A member may still say that it has read what this thread block multicast.
+  if (PAIR > 1) {
+    cluster_arrive();
+    cluster_wait();
+  }
 }
 
 namespace {
@@ -261,7 +289,7 @@ CUresult describe(CUtensorMap* map, CUtensorMapDataType type, const void* data, 
                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-cudaLaunchConfig_t launch(int m, int n, cudaStream_t stream, cudaLaunchAttribute* attributes,
+cudaLaunchConfig_t clustered(int m, int n, cudaStream_t stream, cudaLaunchAttribute* attributes,
                           int dependent) {
   cudaLaunchConfig_t config = {};
   const int groups_m = (m + PAIR * BLOCK_M - 1) / (PAIR * BLOCK_M);
@@ -289,24 +317,26 @@ extern "C" int fp8_gemm_launch(const void* x, const float* x_scales, int64_t x_s
   if (failed != cudaSuccess) return failed;
   CUtensorMap x_map, w_map, scale_map;
   const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  CUresult bad = describe(&x_map, bytes, x, k, m, k, GROUP, BLOCK_M, CU_TENSOR_MAP_SWIZZLE_128B);
+  // Rows beyond m are not loaded: what lies there in shared memory reaches only results beyond m.
+  const int rows = m >= BLOCK_M ? BLOCK_M : (m + 7) / 8 * 8;
+  CUresult bad = describe(&x_map, bytes, x, k, m, k, GROUP, rows, CU_TENSOR_MAP_SWIZZLE_128B);
   if (!bad) bad = describe(&w_map, bytes, w, k, n, k, GROUP, BLOCK_N, CU_TENSOR_MAP_SWIZZLE_128B);
   if (!bad)
     bad = describe(&scale_map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, x_scales, m, (k + 127) / 128,
-                   x_step * 4, BLOCK_M, 1, CU_TENSOR_MAP_SWIZZLE_NONE);
+                   x_step * 4, rows, 1, CU_TENSOR_MAP_SWIZZLE_NONE);
   if (bad) return 10000 + bad;
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config =
-      launch(m, n, static_cast<cudaStream_t>(stream), attributes, dependent);
+      clustered(m, n, static_cast<cudaStream_t>(stream), attributes, dependent);
   return cudaLaunchKernelEx(&config, fp8_gemm, x_map, w_map, scale_map, w_scales, w_scale_row,
-                            static_cast<__nv_bfloat16*>(y), y_stride, m, n, k);
+                            static_cast<__nv_bfloat16*>(y), y_stride, m, n, k, rows * (GROUP + 4));
 }
 
 // Clusters that run at a time, or less than 0.
 extern "C" int fp8_gemm_clusters() {
   if (prepare(reinterpret_cast<const void*>(fp8_gemm), SHARED_BYTES) != cudaSuccess) return -1;
   cudaLaunchAttribute attributes[2];
-  cudaLaunchConfig_t config = launch(128, 128, nullptr, attributes, 0);
+  cudaLaunchConfig_t config = clustered(128, 128, nullptr, attributes, 0);
   int clusters = -1;
   return cudaOccupancyMaxActiveClusters(&clusters, fp8_gemm, &config) == cudaSuccess ? clusters : -1;
 }
