@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pdmesh.kernels import (
+    cuda_absorbed,
     flash_mla_backend,
     flashinfer_backend,
     hopper_mla,
@@ -102,6 +103,18 @@ def _grouped(name: str) -> Candidate:
     )
 
 
+def _absorbed(name: str) -> Candidate:
+    def fits(s: Shapes) -> str | None:
+        return cuda_absorbed.unsupported(s.nope, s.rank, s.rope, s.value_dim)
+
+    return Candidate(
+        "cuda",
+        lambda _: getattr(cuda_absorbed, name),
+        _on_device(cuda_absorbed.unavailable, fits),
+        "reads a head's weight once, in FP8",
+    )
+
+
 def _attention(name: str) -> Callable[[torch.device], Any]:
     def load(device: torch.device) -> Any:
         module = importlib.import_module("pdmesh.kernels.attention_choice")
@@ -139,8 +152,11 @@ def register() -> None:
                 _grouped("contiguous_grouped_gemm"),
                 _triton("grouped_gemm", "contiguous_grouped_gemm"),
             ),
-            "absorb_query": (_triton("absorbed", "absorb_query"),),
-            "project_values_quantise": (_triton("absorbed", "project_values_quantise"),),
+            "absorb_query": (_absorbed("absorb_query"), _triton("absorbed", "absorb_query")),
+            "project_values_quantise": (
+                _absorbed("project_values_quantise"),
+                _triton("absorbed", "project_values_quantise"),
+            ),
             "rope_append": (_triton("rope_append", "rope_append", _rank),),
             "gate_topk": (_triton("gate", "gate_topk", _few_experts),),
             "permute_masked": (_triton("permute", "permute_masked"),),

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
-from device_cases import check_agreement, conversations
+from device_cases import check_agreement, conversations, random_model
+from model_cases import tokens_of
 
 from pdmesh.launch.topology import shipped_model
 from pdmesh.model.batch import Batch, SequenceSlice
+from pdmesh.model.device.building import build_weights
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.padding import padded
+from pdmesh.model.device.sources import ModelSource
 from pdmesh.model.device.step import DeviceStep, Paged, Part
 from pdmesh.model.weights import load_model
 
@@ -29,6 +32,23 @@ def talks(reference):
     return list(conversations(reference, shipped_model()))
 
 
+FULL_HEADS = {
+    "num_hidden_layers": 2,
+    "hidden_size": 512,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 256,
+    "intermediate_size": 512,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 4,
+}
+
+
 def batch_of(items, device):
     slices = [SequenceSlice(table, start, end, start) for table, start, end, _ in items]
     return Batch.build(slices, [whole[start:end] for _, start, end, whole in items], 64, device)
@@ -37,6 +57,24 @@ def batch_of(items, device):
 def test_every_operation_that_has_a_fast_version_uses_it(device):
     slow = {c.op for c in device.ops.choices if c.backend == "torch"}
     assert slow <= {"rms_norm"}, device.ops.describe()
+
+
+def test_heads_of_the_published_sizes_agree_with_the_reference():
+    """Random weights of deviation 0.03; a prompt, one behind a cached prefix, generated rows."""
+    model = random_model(3, std=0.03, **FULL_HEADS)
+    weights = build_weights(model.config, ModelSource(model, "cuda"), torch.device("cuda"))
+    device = DeviceModel(model.config, weights)
+    chosen = {c.op: c.backend for c in device.ops.choices}
+    assert chosen["mla_prefill"] in ("flashinfer", "triton")
+    tokens = tokens_of(130)
+    pools = [m.new_latents(4).fill_(float("nan")) for m in (model, device)]
+    for start, end, form in ((0, 90, "mha"), (90, 128, "mha"), (128, 130, "absorbed")):
+        rows = []
+        for m, pool in zip((model, device), pools, strict=True):
+            batch = batch_of([((3, 0, 2), start, end, tokens)], m.device)
+            rows.append(m.logits(m.forward(batch, pool, form)).cpu())
+        off = (rows[0] - rows[1]).square().mean(-1).sqrt() / rows[0].std()
+        assert float(off.median()) < 0.12, (start, end, form, chosen)
 
 
 def test_prompts_say_what_the_reference_says(reference, device, talks):

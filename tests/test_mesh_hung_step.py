@@ -5,12 +5,14 @@ from pathlib import Path
 
 import hanging
 import meshes
+import pytest
 
 
 def restarted(before, after):
     return [name for name, pid in before.items() if after.get(name, pid) != pid]
 
 
+@pytest.mark.full
 async def test_an_answer_goes_on_when_its_worker_hangs(tmp_path):
     file = tmp_path / "hang"
     with meshes.running_mesh(
