@@ -62,6 +62,15 @@ def wall_times(call: Callable[[], object], count: int) -> list[float]:
     return times
 
 
+def shares(call: Callable[[], object], most: int = 16) -> list[tuple[str, int, float]]:
+    """What a call does on the device: (kernel, launches, milliseconds in all), longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    rows = [(e.key[:70], e.count, e.self_device_time_total / 1e3) for e in profile.key_averages()]
+    return sorted(rows, key=lambda row: -row[2])[:most]
+
+
 def decode_batch(count: int, keys: int, rows: int, shift: int = 0) -> Batch:
     """`count` sequences of `keys` keys, the last `rows` of which are computed."""
     pages = -(-(keys + 1) // PAGE)
@@ -74,7 +83,9 @@ def decode_batch(count: int, keys: int, rows: int, shift: int = 0) -> Batch:
     return Batch.build(slices, [[5 + i] * rows for i in range(count)], PAGE, "cuda")
 
 
-def measure_decode(model: DeviceModel, pool: Tensor, count: int, keys: int, rows: int) -> dict:
+def measure_decode(
+    model: DeviceModel, pool: Tensor, count: int, keys: int, rows: int, profiled: bool = False
+) -> dict:
     batch = decode_batch(count, keys, rows)
     graphs = model._graphs_for(batch, "absorbed", pool, 0)  # noqa: SLF001
     assert graphs is not None
@@ -88,6 +99,9 @@ def measure_decode(model: DeviceModel, pool: Tensor, count: int, keys: int, rows
         step()
     graph = statistics.median(event_times(replay, 10))
     whole = statistics.median(wall_times(step, 10))
+    if profiled:
+        for name, launches, ms in shares(replay):
+            print(f"    {ms:8.3f} ms {launches:5} x {name}")
     began = time.perf_counter()
     for _ in range(20):
         decode_batch(count, keys, rows)
@@ -169,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--prompt", type=int, nargs="*", default=[4096])
     parser.add_argument("--experts", type=int, default=256, help="fewer: as one rank has them")
+    parser.add_argument("--profile", action="store_true", help="kernels of a replay")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = full_width(options.layers, options.experts)
@@ -186,7 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pool.normal_()
     model.capture_sizes(pool, {1, options.rows}, sorted(options.batch))
     results = [
-        measure_decode(model, pool, count, options.keys, options.rows) for count in options.batch
+        measure_decode(model, pool, count, options.keys, options.rows, options.profile)
+        for count in options.batch
     ]
     for result in results:
         print(json.dumps(result), flush=True)
