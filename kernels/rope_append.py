@@ -36,8 +36,7 @@ def rope_append(
 ) -> Tensor:
     """Rotates queries, and writes normalised and rotated latents into their pages.
 
-    A row whose slot is -1 is padding: no page changes for it, whatever it holds, and neither its
-    position nor what comes back for it means anything.
+    No page changes for a row whose slot is -1, whatever it holds; its queries are rotated like any.
 
     Args:
         query_rope: [m, heads, rope] bfloat16, the rotated part of the queries.
@@ -58,8 +57,7 @@ def rope_append(
     """
     rank = kv_norm.shape[0]
     valid = slots >= 0
-    at = torch.where(valid, positions, 0)
-    table = cos[at].unsqueeze(1), sin[at].unsqueeze(1)
+    table = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
     rotated = apply_rope(query_rope, *table, interleave)
     key = apply_rope(latent[:, None, rank:], *table, interleave)[:, 0]
     values = torch.cat([rms_norm(latent[:, :rank], kv_norm, eps), key], dim=-1)[valid]

@@ -122,6 +122,15 @@ examples:
   pdmesh explain 4f1c0d --all --json          every worker, for programs
 """
 
+_DOCTOR = """\
+Exit status 0 if a mesh can run here, 2 if something is missing.
+
+examples:
+  pdmesh doctor                               this machine, the shipped model
+  pdmesh doctor --device cuda --model DIR     which kernels a model would use on a GPU, and why
+  pdmesh doctor --redis redis://10.0.0.5      whether a store can be used
+"""
+
 _DRAFTS = "MTP drafts a step and sequence: 0 to 4, or auto: as many as pay off (default: 1)"
 
 
@@ -169,6 +178,7 @@ def parser() -> argparse.ArgumentParser:
     add_registry_arguments(registry)
     add_verify_arguments(command("verify", VERIFY_TEXT, VERIFY_EPILOG))
     _add_simulate(command("simulate", "run the mesh on virtual time, with faults", _SIMULATE))
+    _add_doctor(command("doctor", "what is here, and what computes each operation", _DOCTOR))
     command("version", "show the version")
     return top
 
@@ -208,6 +218,17 @@ def _add_mode(parser: argparse.ArgumentParser) -> None:
         metavar="MODE",
         help="fast: prompts in MHA form (default); exact: prompts and answers in one form, slower, "
         "and a retry or a cached answer never changes a token",
+    )
+    parser.add_argument("--device", help="where workers compute: cpu (default), cuda or cuda:N")
+    parser.add_argument(
+        "--precision", metavar="P", help="of products: plain, fp8 or auto: fp8 on CUDA (default)"
+    )
+    parser.add_argument("--latents", metavar="P", help="in the pages: plain (default) or fp8")
+    parser.add_argument(
+        "--step-timeout",
+        type=float,
+        metavar="S",
+        help="a worker whose step takes longer leaves (default: 60 on CUDA, 600 on a CPU)",
     )
     parser.add_argument(
         "--page-size", type=int, metavar="N", help="tokens a page: 16, 32 ... 512 (default: 64)"
@@ -281,7 +302,16 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         "--microbatch-rows", type=int, metavar="N", help="workers: two microbatches from N rows on"
     )
     serve.add_argument("--virtual-ranks", type=int, metavar="N", help=_VIRTUAL.format("such"))
-    serve.add_argument("--pages", type=int, help="workers: pages of KV memory")
+    serve.add_argument(
+        "--pages", type=_drafts, metavar="N", help="workers: pages of KV memory, or auto"
+    )
+    serve.add_argument(
+        "--memory-share",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="workers: part of a device's memory (default: 1)",
+    )
     serve.add_argument("--threads", type=int, help="workers: threads (default: all cores)")
     serve.add_argument("--eviction", metavar="NAME", help="workers: lru or returns")
     serve.add_argument("--no-replica-hints", action="store_true", help="workers: plain lru")
@@ -321,6 +351,13 @@ def _add_simulate(simulate: argparse.ArgumentParser) -> None:
         "--requests", type=int, default=10, metavar="R", help="requests of a run (default: 10)"
     )
     simulate.add_argument("--trace", action="store_true", help="print every event")
+
+
+def _add_doctor(doctor: argparse.ArgumentParser) -> None:
+    doctor.add_argument("--model", type=Path, metavar="DIR", help="checkpoint (default: shipped)")
+    doctor.add_argument("--device", help="cpu, cuda or cuda:N (default: the best there is)")
+    doctor.add_argument("--latents", metavar="P", help="in the pages: plain (default) or fp8")
+    doctor.add_argument("--redis", metavar="URL", help="look at this store (default: embedded)")
 
 
 def _add_status(status: argparse.ArgumentParser) -> None:

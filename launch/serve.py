@@ -72,6 +72,10 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("model", "--no-mtp", mtp=False if a.no_mtp else None)
     topology = topology.changed("model", "--arithmetic", arithmetic=a.arithmetic)
     topology = topology.changed("model", "--page-size", page_size=a.page_size)
+    topology = topology.changed("model", "--device", device=a.device)
+    topology = topology.changed("model", "--precision", precision=a.precision)
+    topology = topology.changed("model", "--latents", latents=a.latents)
+    topology = topology.changed("mesh", "--step-timeout", step_timeout_s=a.step_timeout)
     topology = topology.changed(a.role, "--metrics-port", metrics_port=a.metrics_port)
     if a.role == "router":
         topology = topology.changed("mesh", "--port", port=a.port)
@@ -151,9 +155,26 @@ def _shared(topology: Topology) -> dict[str, Any]:
         "page_size": model.page_size,
         "mtp": model.mtp,
         "lease_ttl_s": mesh.lease_ttl_s,
+        "step_timeout_s": mesh.step_timeout_s,
+        "device": _only_visible(model.device),
+        "precision": model.precision,
+        "latents": model.latents,
         "eviction": topology.kvcache.eviction,
         "replica_hints": topology.kvcache.replica_hints,
     }
+
+
+def _only_visible(device: str) -> str:
+    """The device under the name that it has once it is the only one that this process sees: every
+    thread then computes there. Call it before anything looks for devices."""
+    kind, _, index = device.partition(":")
+    if index:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else None
+        if names is not None and int(index) >= len(names):
+            raise ConfigError(f"there is no {device}: CUDA_VISIBLE_DEVICES names {visible}")
+        os.environ["CUDA_VISIBLE_DEVICES"] = index if names is None else names[int(index)]
+    return kind
 
 
 def _ranks(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -176,6 +197,7 @@ def _prefill(
         PrefillConfig(
             worker_id=name,
             pages=section.pages,
+            memory_share=arguments.memory_share,
             threads=section.threads or cores(),
             chunk_tokens=section.chunk_tokens,
             max_queue=section.max_queue,
@@ -204,6 +226,7 @@ def _decode(
         DecodeConfig(
             worker_id=name,
             pages=section.pages,
+            memory_share=arguments.memory_share,
             threads=section.threads or cores(),
             max_batch=section.max_batch,
             draft_tokens=topology.draft_tokens,

@@ -31,6 +31,7 @@ redis = "redis://10.0.0.5"
 secret_file = "key"
 lease_ttl_s = 2
 drain_s = 7
+step_timeout_s = 30
 transports = ["tcp"]
 log_level = "DEBUG"
 [model]
@@ -40,6 +41,9 @@ dtype = "bfloat16"
 arithmetic = "exact"
 page_size = 16
 mtp = false
+device = "cuda:1"
+precision = "fp8"
+latents = "fp8"
 [prefill]
 workers = 2
 pages = 64

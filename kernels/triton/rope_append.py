@@ -80,7 +80,7 @@ def rope_append_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    position = tl.where(slot < 0, 0, tl.load(positions + row)).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int64)
     cos += position * ROPE
     sin += position * ROPE
     if tl.program_id(1) < tl.num_programs(1) - 1:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pdmesh.model.computing import ComputingModel
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.expert_source import StoredExperts
 from pdmesh.model.moe import Moe
 from pdmesh.model.parallel.balancer import BalanceRule
@@ -62,7 +63,7 @@ class Ranks:
 
 
 async def join_ranks(
-    model: DeepseekV3, fmt: PageFormat, ranks: Ranks, within_s: float = 120.0
+    model: DeepseekV3 | DeviceModel, fmt: PageFormat, ranks: Ranks, within_s: float = 120.0
 ) -> tuple[ComputingModel, Member | None]:
     """What the worker calls, and its rank among other processes; returns once all are there.
 
@@ -70,6 +71,10 @@ async def join_ranks(
         ConfigError: the group does not fit the model, a rank belongs to another group or model, or
             nobody else came within ``within_s`` seconds.
     """
+    if isinstance(model, DeviceModel):
+        if ranks.virtual > 1 or len(ranks.addresses) > 1:
+            raise ConfigError("ranks that share experts compute in plain precision, not in fp8")
+        return model, None
     if ranks.virtual > 1:
         return _virtual(model, fmt, ranks), None
     if len(ranks.addresses) < 2:
@@ -104,7 +109,9 @@ def _virtual(model: DeepseekV3, fmt: PageFormat, ranks: Ranks) -> SpreadModel:
     return SpreadModel(model, VirtualRanks(model, Groups(ranks.virtual), settings=settings))
 
 
-async def follow(model: DeepseekV3, fmt: PageFormat, ranks: Ranks, worker_id: str) -> None:
+async def follow(
+    model: DeepseekV3 | DeviceModel, fmt: PageFormat, ranks: Ranks, worker_id: str
+) -> None:
     """A worker that has no request of its own: computes with its leader until it is cancelled.
 
     Raises:
