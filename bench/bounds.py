@@ -51,7 +51,7 @@ class Work(NamedTuple):
         return device.fp8 if self.unit == "fp8" else device.bf16
 
     def limit(self, device: Device) -> str:
-        """"compute" or "memory"."""
+        """ "compute" or "memory"."""
         compute = self.operations / self.rate(device) >= self.bytes / device.memory
         return "compute" if compute else "memory"
 

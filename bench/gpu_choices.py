@@ -1,0 +1,283 @@
+"""Candidates of every step of a layer, and their definitions; the fastest correct one is chosen.
+
+The definition of a step is plain torch; libraries and this project's kernels are measured beside it
+in one process.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gpu_libraries as lib
+import torch
+from gpu_block import Block, copied_rows, weighted_sum
+from gpu_timing import Call, Candidate, Measured, pick
+from torch import Tensor
+
+from pdmesh.kernels import quantised as ref
+from pdmesh.kernels.gate import GateRule, choose_experts
+from pdmesh.kernels.quantised import BlockWeight, Rows
+from pdmesh.kernels.rope import apply_rope
+
+RULE = GateRule("noaux_tc", 256, 8, 8, 4, True, 2.5)
+PRODUCT, SMALL, LOOSE = 5e-3, 5e-3, 3e-2
+"""Largest relative errors: FP8 products beside float32 ones of the same operands, bfloat16 results,
+and results that are quantised again (a value on an edge goes to either neighbour)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's definition and candidates.
+
+    Attributes:
+        reference: the definition.
+        candidates: to be measured.
+        tolerance: largest relative error.
+        look: what of a result is compared.
+        changes: positions of the arguments that it changes in place.
+    """
+
+    reference: Callable[..., Any]
+    candidates: Sequence[Candidate]
+    tolerance: float
+    look: Callable[[Any, Call], Any] = lambda result, call: result
+    changes: tuple[int, ...] = ()
+
+    def fresh(self, call: Call) -> Call:
+        return tuple(
+            value.clone() if place in self.changes else value for place, value in enumerate(call)
+        )
+
+
+def own(module: str, name: str, label: str | None = None, wrap: Any = None) -> list[Candidate]:
+    """This project's kernel as a candidate, if it is there."""
+    try:
+        function = getattr(importlib.import_module(f"pdmesh.kernels.{module}"), name)
+    except (ImportError, AttributeError):
+        return []
+    return [Candidate(label or module, wrap(function) if wrap else function, own=True)]
+
+
+def rope_append(
+    query: Tensor,
+    latent: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    pool: Tensor,
+    layer: int,
+) -> Tensor:
+    """Rotates queries; normalises, rotates and appends latents. In plain torch."""
+    c, s = cos[positions], sin[positions]
+    normed = torch.nn.functional.rms_norm(latent[:, :512].float(), (512,), weight.float(), 1e-6).to(
+        torch.bfloat16
+    )
+    rope = apply_rope(latent[:, 512:], c, s, True)
+    layers, page = pool.shape[1], pool.shape[2]
+    flat = pool.view(-1, pool.shape[-1])
+    flat[slots + layer * page] = torch.cat([normed, rope], dim=-1)
+    del layers
+    return apply_rope(query, c[:, None], s[:, None], True)
+
+
+def gate(normed: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
+    logits = normed.float() @ weights.gate.t()
+    return choose_experts(logits, weights.gate_bias, RULE)
+
+
+def gate_bf16(normed: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
+    logits = (normed @ weights.gate_bf16.t()).float()
+    return choose_experts(logits, weights.gate_bias, RULE)
+
+
+def _first_sequences(result: Tensor, call: Call) -> Tensor:
+    return result[:4]
+
+
+def _defined(result: Any, call: Call) -> Any:
+    """The rows that have a count, of a masked result."""
+    counts = call[-1] if isinstance(call[-1], Tensor) else call[-2]
+    count = int(counts[0])
+    if isinstance(result, Rows):
+        return Rows(result.values[:, :count], result.scales[:, :count])
+    return result[:, :count]
+
+
+def _dense(result_of: str = "") -> list[Candidate]:
+    found = [
+        Candidate("DeepGEMM", lib.deep_gemm_dense),
+        Candidate("cuBLASLt", lib.cublaslt_dense),
+    ]
+    found += own("triton.splitk_gemm", "fp8_gemm", "split-K")
+    return found
+
+
+def _masked_silu(gate_up: Tensor, counts: Tensor) -> Rows:
+    return ref.masked_silu_mul_quantise(gate_up, counts)
+
+
+def _act(gate_up: Tensor) -> Rows:
+    return ref.silu_mul_quantise(gate_up)
+
+
+def _sorted_weights(result: Any, call: Call) -> Tensor:
+    """Weights in order: two experts of equal score may change places."""
+    return result[1].sort(dim=-1).values
+
+
+def steps() -> dict[str, Step]:
+    """All steps of a MoE and a dense layer."""
+    add_norm = Step(
+        ref.add_rms_norm_quantise,
+        [
+            Candidate("torch", ref.add_rms_norm_quantise),
+            *own("triton.norm", "add_rms_norm_quantise", "norm"),
+        ],
+        LOOSE,
+        changes=(1,),
+    )
+    dense = Step(ref.fp8_gemm, _dense(), PRODUCT)
+    act = Step(
+        _act,
+        [Candidate("torch", _act), *own("triton.silu", "silu_mul_quantise", "silu")],
+        LOOSE,
+    )
+    masked = Step(
+        ref.masked_grouped_gemm,
+        [
+            Candidate("DeepGEMM", lib.deep_gemm_masked),
+            *own("triton.masked_gemm", "masked_grouped_gemm", "masked"),
+        ],
+        PRODUCT,
+        look=_defined,
+    )
+    return {
+        "input_norm": add_norm,
+        "qkv_a": dense,
+        "q_norm": Step(
+            ref.rms_norm_quantise,
+            [
+                Candidate("torch", ref.rms_norm_quantise),
+                *own("triton.norm", "rms_norm_quantise", "norm"),
+            ],
+            LOOSE,
+        ),
+        "q_b": dense,
+        "rope_append": Step(
+            rope_append,
+            [
+                Candidate("torch", rope_append),
+                *own("triton.rope_append", "rope_append", "rope_append"),
+            ],
+            SMALL,
+        ),
+        "absorb": Step(
+            lambda query, w, rotated: ref.absorb_query(query, w.key, rotated, 1.0),
+            [
+                Candidate(
+                    "torch bf16",
+                    lambda query, w, rotated: lib.torch_absorb(query, w.key_bf16, rotated),
+                ),
+                *own(
+                    "triton.bmm",
+                    "absorb_query",
+                    "FP8 BMM",
+                    lambda run: lambda query, w, rotated: run(query, w.key, rotated, 1.0),
+                ),
+            ],
+            SMALL,
+        ),
+        "mla": Step(
+            lib.attention_reference,
+            [
+                Candidate("FlashMLA", lib.FlashMla()),
+                Candidate("FlashInfer fa3", lib.FlashInferMla("fa3")),
+            ],
+            1e-2,
+            look=_first_sequences,
+        ),
+        "values": Step(
+            lambda latent, w: ref.project_values_quantise(latent, w.value),
+            [
+                Candidate("torch bf16", lambda latent, w: lib.torch_values(latent, w.value_bf16)),
+                *own(
+                    "triton.bmm",
+                    "project_values_quantise",
+                    "FP8 BMM",
+                    lambda run: lambda latent, w: run(latent, w.value),
+                ),
+            ],
+            LOOSE,
+        ),
+        "o_proj": dense,
+        "post_norm": add_norm,
+        "gate": Step(
+            gate,
+            [Candidate("torch f32", gate), Candidate("torch bf16", gate_bf16)],
+            1e-2,
+            look=_sorted_weights,
+        ),
+        "shared_up": dense,
+        "shared_act": act,
+        "shared_down": dense,
+        "dispatch": Step(copied_rows, [Candidate("torch copy", copied_rows)], 0.0),
+        "routed_up": masked,
+        "routed_act": Step(
+            _masked_silu,
+            [
+                Candidate("torch", _masked_silu),
+                *own("triton.silu", "masked_silu_mul_quantise", "silu"),
+            ],
+            LOOSE,
+            look=_defined,
+        ),
+        "routed_down": masked,
+        "combine_send": Step(torch.clone, [Candidate("torch copy", torch.clone)], 0.0),
+        "combine_sum": Step(weighted_sum, [Candidate("torch", weighted_sum)], SMALL),
+        "dense_up": dense,
+        "dense_act": act,
+        "dense_down": dense,
+    }
+
+
+Table = dict[str, list[Measured]]
+
+
+def choose(
+    blocks: Sequence[Block],
+    table: Mapping[str, Step],
+    names: Sequence[str],
+    report: Callable[[str, Measured | None, list[Measured]], None],
+) -> tuple[dict[str, Measured], Table]:
+    """The fastest correct candidate of each step, on the arguments that the blocks noted.
+
+    A step of which no candidate is right is left to its definition.
+    """
+    chosen: dict[str, Measured] = {}
+    all_of_them: Table = {}
+    for name in names:
+        step = table[name]
+        calls = [block.noted[name] for block in blocks if block.noted is not None]
+        best, measured = pick(
+            step.candidates,
+            calls,
+            step.reference,
+            tolerance=step.tolerance,
+            look=step.look,
+            fresh=step.fresh,
+            rounds=3,
+        )
+        if best is None:
+            best = Measured("definition", False, why_not="no candidate", run=step.reference)
+        chosen[name], all_of_them[name] = best, measured
+        report(name, best, measured)
+    return chosen, all_of_them
+
+
+def weight_bytes(weight: BlockWeight) -> int:
+    return weight.values.numel() + weight.scales.numel() * 4
