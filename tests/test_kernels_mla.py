@@ -1,0 +1,115 @@
+"""The Triton kernels of latent attention against float64, in the interpreter."""
+
+import pytest
+import torch
+
+from pdmesh.kernels import mla_reference
+from pdmesh.kernels.quantised import pack_latents
+from pdmesh.kernels.triton import mla_decode as decode
+from pdmesh.kernels.triton import mla_prefill as prefill
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+
+
+def batch(lengths, heads, rows, page, rank=32, rope=16, packed=False, seed=0):
+    """A pool of two layers whose tokens beyond a sequence's length are NaN, and a query."""
+    g = torch.Generator().manual_seed(seed)
+    width = 576 if packed else rank + rope
+    per = [-(-length // page) for length in lengths]
+    most = max(1, *per) + 1
+    order = torch.randperm(sum(per) + 1, generator=g).tolist()
+    pool = torch.full((sum(per) + 1, 2, page, width), float("nan"), dtype=torch.bfloat16)
+    table = torch.full((len(lengths), most), 1 << 20, dtype=torch.int32)
+    for i, length in enumerate(lengths):
+        for j in range(per[i]):
+            table[i, j] = order.pop()
+            count = min(page, length - j * page)
+            pool[table[i, j], 1, :count] = torch.randn(count, width, generator=g).bfloat16()
+    query = torch.randn(len(lengths) * rows, heads, width, generator=g).bfloat16()
+    if packed:
+        nothing = pool.isnan().any(-1)
+        pool = pack_latents(pool)
+        pool[nothing] = 0xFF
+    sizes = torch.tensor(lengths, dtype=torch.int32)
+    return query.to(DEVICE), pool.to(DEVICE)[:, 1], table.to(DEVICE), sizes.to(DEVICE)
+
+
+def error(got, wanted):
+    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+def plain(query, pages, table, lengths, rows, scale, rank):
+    host = [t.cpu() for t in (query, pages, table, lengths)]
+    return mla_reference.mla_decode(*host, rows, scale, rank=rank)
+
+
+SMALL = decode.Tuning(16, 16, 4, 1)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize(("heads", "page"), [(8, 8), (3, 4)])
+def test_decode_gives_what_softmax_over_the_whole_sequence_gives(rows, heads, page):
+    args = batch([1, 0, 37, 5, 16], heads, rows, page)
+    wanted = plain(*args, rows, 0.2, 32)
+    for split in (16, 64):
+        got = decode.mla_decode(*args, rows, 0.2, rank=32, split=split, tuning=SMALL).cpu()
+        assert error(got, wanted) < 1e-2
+        assert torch.equal(got == 0, wanted == 0)
+
+
+def test_decode_reads_packed_latents():
+    args = batch([1, 0, 35], 4, 2, 8, rank=512, packed=True)
+    wanted = plain(*args, 2, 0.05, 512)
+    got = decode.mla_decode(*args, 2, 0.05, split=32, tuning=SMALL).cpu()
+    assert error(got, wanted) < 1e-2
+
+
+def test_a_sequence_gets_the_same_whoever_stands_beside_it():
+    query, pages, table, lengths = batch([37, 5, 0, 21], 4, 2, 8)
+    together = decode.mla_decode(
+        query, pages, table, lengths, 2, 0.2, rank=32, split=16, tuning=SMALL
+    )
+    for i in (0, 1, 3):
+        alone = decode.mla_decode(
+            query[2 * i : 2 * i + 2].contiguous(),
+            pages,
+            table[i : i + 1],
+            lengths[i : i + 1],
+            2,
+            0.2,
+            rank=32,
+            split=16,
+            tuning=SMALL,
+        )
+        assert torch.equal(alone, together[2 * i : 2 * i + 2])
+
+
+def test_decode_writes_every_row_of_a_given_output():
+    args = batch([0, 7], 4, 2, 8)
+    out = torch.full((4, 4, 32), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    for split in (16, 4096):
+        decode.mla_decode(*args, 2, 0.2, rank=32, split=split, out=out, tuning=SMALL)
+        assert (out[:2] == 0).all()
+        assert not out.isnan().any()
+        out.fill_(float("nan"))
+
+
+def test_splits_cover_the_longest_sequence_and_do_not_depend_on_lengths():
+    assert decode.split_tokens(5120, 128, 256) >= 5120
+    few = decode.split_tokens(5120, 1, 128)
+    assert 256 <= few < 5120
+    assert few % 256 == 0
+
+
+@pytest.mark.parametrize("widths", [(24, 16), (192, 128), (112, 48)])
+def test_prefill_sees_its_own_past_and_the_cached_prefix(widths):
+    g = torch.Generator().manual_seed(1)
+    queries, keys = [5, 0, 17, 1], [5, 0, 30, 9]
+    starts = [torch.tensor([0, *c]).cumsum(0).int() for c in (queries, keys)]
+    q = torch.randn(sum(queries), 2, widths[0], generator=g).bfloat16()
+    kv = torch.randn(sum(keys), 2, sum(widths), generator=g).bfloat16()
+    args = [q, kv[..., : widths[0]], kv[..., widths[0] :], *starts]
+    wanted = mla_reference.mla_prefill(*args, 0.1)
+    got = prefill.mla_prefill(*[a.to(DEVICE) for a in args], 0.1, block_m=16, block_n=16, warps=4)
+    assert error(got.cpu(), wanted) < 1e-2
