@@ -7,13 +7,26 @@ combine are copies within the device of what the rank would receive and send.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bounds import DENSE_WIDTH, EXPERTS, HEADS, HIDDEN, LATENT, NOPE, Q_LORA, RANK, ROPE, TOP_K
-from bounds import VALUE, WIDTH, rows_an_expert
+from bounds import (
+    DENSE_WIDTH,
+    EXPERTS,
+    HEADS,
+    HIDDEN,
+    LATENT,
+    NOPE,
+    Q_LORA,
+    RANK,
+    ROPE,
+    TOP_K,
+    VALUE,
+    WIDTH,
+)
 from torch import Tensor
 
 from pdmesh.kernels.fp8 import dequantise_blocks
@@ -36,8 +49,8 @@ class Rank:
         query: rows of a sequence.
         kv: latents of a sequence.
         heads: of the rank: 128 over the ranks that share its attention.
-        senders: ranks that share one batch (tensor parallelism): each expert's rows come from
-            ranks / senders batches.
+        senders: ranks that share one batch (tensor parallelism), so that a rank's share of the
+            rows is less by this factor.
     """
 
     name: str
@@ -57,17 +70,27 @@ class Rank:
         return EXPERTS // self.ranks
 
     @property
+    def pairs(self) -> int:
+        """Rows of all of the rank's experts, if the load is even."""
+        return max(1, self.tokens * TOP_K // self.senders)
+
+    @property
+    def active(self) -> int:
+        """Experts of the rank that get any row."""
+        return min(self.experts, self.pairs)
+
+    @property
     def rows(self) -> int:
-        """Of an expert."""
-        return max(1, rows_an_expert(self.tokens, self.ranks // self.senders))
+        """Of an expert that gets any."""
+        return -(-self.pairs // self.active)
 
 
 def random_weight(*shape: int, generator: torch.Generator) -> BlockWeight:
-    """[..., n, k] with a scale of its own for each block; a product with unit rows has unit rows."""
+    """[..., n, k] with a scale for each block; a product with unit rows has unit rows."""
     *batch, n, k = shape
     device = generator.device
     values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
-    for part, made in zip(values.view(-1, n, k), range(values[..., 0, 0].numel()), strict=True):
+    for part in values.view(-1, n, k):
         part.copy_(torch.randn(n, k, device=device, generator=generator, dtype=torch.bfloat16))
     blocks = (*batch, -(-n // 128), -(-k // 128))
     scales = torch.rand(blocks, device=device, generator=generator) + 0.5
@@ -104,13 +127,23 @@ class Weights:
         self.shared_up, self.shared_down = weight(2 * WIDTH, HIDDEN), weight(HIDDEN, WIDTH)
         self.up = weight(rank.experts, 2 * WIDTH, HIDDEN)
         self.down = weight(rank.experts, HIDDEN, WIDTH)
-        rows = -(-rank.rows // 4) * 4
+        self._receive(rank, draw)
+
+    def _receive(self, rank: Rank, draw: torch.Generator) -> None:
+        device, rows = draw.device, -(-rank.rows // 4) * 4
         arrived = torch.randn(rank.experts, rows, HIDDEN, device=device, generator=draw)
         self.arrived = quantise_rows(arrived)
-        self.counts = torch.full((rank.experts,), rank.rows, dtype=torch.int32, device=device)
-        sent = rank.tokens * TOP_K
-        order = torch.randperm(max(sent, rank.experts * rows), device=device, generator=draw)
-        self.origin = (order[:sent] % (rank.experts * rows)).view(rank.tokens, TOP_K)
+        self.counts = torch.zeros(rank.experts, dtype=torch.int32, device=device)
+        self.counts[: rank.active] = rank.rows
+        there, sent = rank.experts * rows, rank.tokens * TOP_K
+        order = torch.randperm(max(sent, there), device=device, generator=draw)
+        self.origin = (order[:sent] % there).view(rank.tokens, TOP_K)
+
+    def sized(self, rank: Rank, seed: int) -> Weights:
+        """The same weights with what a rank of another batch receives."""
+        other = copy.copy(self)
+        other._receive(rank, torch.Generator(self.q_norm.device).manual_seed(seed))
+        return other
 
 
 def bf16_transposed(weight: BlockWeight) -> Tensor:
@@ -165,6 +198,10 @@ class Block:
 
     def attention(self, x: Tensor, residual: Tensor) -> Tensor:
         """x [tokens, 7168], the residual changed in place: [tokens, 7168] before the next norm."""
+        return self.attend(self.project(x, residual))
+
+    def project(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Up to the absorbed query [tokens, heads, 576]; appends the latents."""
         rank, w, state = self.rank, self.w, self.state
         rows, _ = self.run("input_norm", x, residual, w.input_norm, EPS)
         projected = self.run("qkv_a", rows, w.qkv_a)
@@ -182,16 +219,21 @@ class Block:
             state.pool,
             self.layer,
         )
-        absorbed = self.run("absorb", query[..., :NOPE], w, rotated)
+        return self.run("absorb", query[..., :NOPE], w, rotated)
+
+    def attend(self, absorbed: Tensor) -> Tensor:
+        """From the absorbed query to what o_proj gives."""
+        rank, w, state = self.rank, self.w, self.state
         seen = self.run(
             "mla",
-            absorbed.view(rank.batch, rank.query, rank.heads, LATENT),
+            absorbed,
             state.pool[:, self.layer],
             state.table,
             state.lengths,
+            rank.query,
             SCALE,
         )
-        rows = self.run("values", seen.view(rank.tokens, rank.heads, RANK), w)
+        rows = self.run("values", seen, w)
         return self.run("o_proj", rows, w.o_proj)
 
     def shared(self, rows: Rows) -> Tensor:
@@ -253,7 +295,7 @@ def copied_rows(arrived: Rows) -> Rows:
 
 
 def weighted_sum(flat: Tensor, origin: Tensor, weights: Tensor, shared: Tensor) -> Tensor:
-    """flat [rows, k]: shared + sum over j of weights[:, j] times flat[origin[:, j]], as bfloat16."""
+    """shared + sum over j of weights[:, j] times flat[origin[:, j]], flat [rows, k]: bfloat16."""
     total = shared.float()
     for column in range(origin.shape[1]):
         total = total + flat[origin[:, column]].float() * weights[:, column, None]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pdmesh.kernels import quantised as ref
 from pdmesh.kernels.gate import GateRule, choose_experts
-from pdmesh.kernels.quantised import BlockWeight, Rows
+from pdmesh.kernels.quantised import Rows
 from pdmesh.kernels.rope import apply_rope
 
 RULE = GateRule("noaux_tc", 256, 8, 8, 4, True, 2.5)
@@ -41,7 +41,7 @@ class Step:
     """
 
     reference: Callable[..., Any]
-    candidates: Sequence[Candidate]
+    candidates: list[Candidate]
     tolerance: float
     look: Callable[[Any, Call], Any] = lambda result, call: result
     changes: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ def gate_bf16(normed: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
 
 
 def _first_sequences(result: Tensor, call: Call) -> Tensor:
-    return result[:4]
+    return result[: 4 * call[4]]
 
 
 def _defined(result: Any, call: Call) -> Any:
@@ -196,7 +196,8 @@ def steps() -> dict[str, Step]:
             lib.attention_reference,
             [
                 Candidate("FlashMLA", lib.FlashMla()),
-                Candidate("FlashInfer fa3", lib.FlashInferMla("fa3")),
+                Candidate("FlashInfer fa3", lib.FlashInferMla()),
+                *own("triton.mla_decode", "mla_decode", "Triton"),
             ],
             1e-2,
             look=_first_sequences,
@@ -277,7 +278,3 @@ def choose(
         chosen[name], all_of_them[name] = best, measured
         report(name, best, measured)
     return chosen, all_of_them
-
-
-def weight_bytes(weight: BlockWeight) -> int:
-    return weight.values.numel() + weight.scales.numel() * 4

@@ -8,8 +8,8 @@ are copies within the device of what the rank would receive and send.
 
 Every step's candidates (libraries, this project's kernels) are checked by its definition and timed
 in one process on the values it has in the layer, weights cold; the fastest correct one runs in the
-layer. Printed beside: the fastest that is not this project's, and the bound of `bounds.py`. The time
-of a layer is that of a graph of several layers, each with weights and pages of its own.
+layer. Printed beside: the fastest that is not this project's, and the bound of `bounds.py`. The
+time of a layer is that of a graph of several layers, each with weights and pages of its own.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from gpu_warm import compile_products, layer_jobs  # noqa: E402
 
 RANKS = {"ep128": Rank("EP128", 128), "ep8": Rank("EP8", 8)}
 SETS = {"ep128": 8, "ep8": 4}
-ORDER = (
-    "input_norm qkv_a q_norm q_b rope_append absorb mla values o_proj post_norm gate shared_up "
-    "shared_act shared_down dispatch routed_up routed_act routed_down combine_send combine_sum"
-).split()
+ATTENTION = ("input_norm", "qkv_a", "q_norm", "q_b", "rope_append", "absorb", "mla", "values")
+EXPERTS = ("dispatch", "routed_up", "routed_act", "routed_down", "combine_send", "combine_sum")
+SHARED = ("shared_up", "shared_act", "shared_down")
+ORDER = (*ATTENTION, "o_proj", "post_norm", "gate", *SHARED, *EXPERTS)
 DENSE_ORDER = ["dense_up", "dense_act", "dense_down"]
 COPIES = ("dispatch", "combine_send")
 AIM = {"ep128": 900.0, "ep8": 1120.0}
@@ -79,10 +79,8 @@ def print_step(
         for m in tried
     ]
     shown = "-" if limit is None else f"{limit:.1f}"
-    print(
-        f"  {name:13} {best.microseconds:7.1f} us  bound {shown:>6}  {best.name}  [{'; '.join(parts)}]"
-    )
-    sys.stdout.flush()
+    print(f"  {name:13} {best.microseconds:7.1f} us  bound {shown:>6}  {best.name}", end="  ")
+    print(f"[{'; '.join(parts)}]", flush=True)
 
 
 def blocks_of(rank: Rank, sets: int, ops: dict[str, Any], *, dense: bool = False) -> list[Block]:
@@ -121,9 +119,7 @@ def layer_error(blocks: Sequence[Block], table: dict[str, Step]) -> float:
     got = block(state.x, state.residual.clone())
     plain = Block(block.rank, block.w, state, 0, {n: step.reference for n, step in table.items()})
     plain.ops = dict(plain.ops) | {
-        "mla": lambda *arguments: attention_reference(*arguments, first=block.rank.batch).to(
-            torch.bfloat16
-        )
+        "mla": lambda *arguments: attention_reference(*arguments, first=block.rank.batch)
     }
     return error(got, plain(state.x, state.residual.clone()))
 
@@ -185,16 +181,22 @@ def measure(key: str, sets: int) -> dict[str, Any]:
         "layer_error": wrong,
         "steps": step_rows(bound, chosen, tried),
     }
-    gap = whole.get("gap_share")
+    print_layer(key, result)
+    return result
+
+
+def print_layer(key: str, result: dict[str, Any]) -> None:
+    whole = result["layer"]
     print(
-        f"  layer {whole['in_line']:.1f} us in line, {whole['side']:.1f} with the shared expert beside,"
-        f" {whole.get('in_line_pdl', float('nan')):.1f} with dependent launch; steps {sum_of_steps:.1f};"
-        f" copies {copies:.1f}; bound {result['bound_us']:.1f}; error {wrong:.2g}"
-        f"\n  gaps {'-' if gap is None else f'{gap:.1%}'}"
-        f" ({whole.get('kernels', float('nan')):.0f} kernels); aim {AIM[key]:.0f}",
+        f"  layer {whole['in_line']:.1f} us in line, {whole['side']:.1f} with the shared expert"
+        f" beside, {whole.get('in_line_pdl', float('nan')):.1f} with dependent launch;"
+        f" steps {result['sum_of_steps_us']:.1f}, copies among them {result['copies_us']:.1f};"
+        f"\n  bound {result['bound_us']:.1f}, aim {AIM[key]:.0f};"
+        f" error {result['layer_error']:.2g};"
+        f" gaps {whole.get('gap_share', float('nan')):.1%}"
+        f" of {whole.get('kernels', float('nan')):.0f} kernels",
         flush=True,
     )
-    return result
 
 
 def public(tried: Sequence[Measured]) -> float:

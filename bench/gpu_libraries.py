@@ -6,15 +6,12 @@ its reason.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pdmesh.kernels.quantised import BlockWeight, Rows, quantise_rows
-
-PAGE = 64
 
 
 def deep_gemm_dense(x: Rows, weight: BlockWeight) -> Tensor:
@@ -76,125 +73,60 @@ def torch_values(latent: Tensor, up: Tensor) -> Rows:
 
 
 class FlashMla:
-    """Decode attention of sgl-flash-mla; the plan of a batch is made once."""
+    """Decode attention of FlashMLA; the schedule of a batch is made once."""
 
     def __init__(self) -> None:
         self._plans: dict[tuple[int, ...], Any] = {}
 
     def __call__(
-        self, query: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, scale: float
+        self, query: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, rows: int, scale: float
     ) -> Tensor:
-        """query [n, q, heads, 576], pages [pages, 64, 576]: [n, q, heads, 512]."""
-        import flash_mla
+        from pdmesh.kernels.flash_mla_backend import Plan
 
-        key = (lengths.data_ptr(), *query.shape)
+        key = (lengths.data_ptr(), rows, query.shape[1])
         if key not in self._plans:
-            self._plans[key] = flash_mla.get_mla_metadata()[0]
-        output, _ = flash_mla.flash_mla_with_kvcache(
-            query,
-            pages.unsqueeze(2),
-            table,
-            lengths,
-            512,
-            self._plans[key],
-            softmax_scale=scale,
-            causal=True,
-            use_legacy=True,
-        )
-        return output
+            self._plans[key] = Plan(lengths, rows, query.shape[1])
+        return self._plans[key].decode(query, pages, table, lengths, rows, scale)
 
 
 class FlashInferMla:
     """Decode attention of FlashInfer; the plan of a batch is made once."""
 
-    def __init__(self, backend: str = "fa3") -> None:
-        self._backend = backend
+    def __init__(self) -> None:
         self._plans: dict[tuple[int, ...], Any] = {}
 
     def __call__(
-        self, query: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, scale: float
+        self, query: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, rows: int, scale: float
     ) -> Tensor:
-        n, q, heads, _ = query.shape
-        key = (lengths.data_ptr(), *query.shape)
+        from pdmesh.kernels.flashinfer_backend import WORKSPACE_BYTES, Decode
+
+        key = (lengths.data_ptr(), rows, query.shape[1])
         if key not in self._plans:
-            self._plans[key] = self._plan(n, q, heads, table, lengths, scale)
-        flat = query.flatten(0, 1)
-        output = self._plans[key].run(
-            flat[..., :512], flat[..., 512:], pages[..., :512], pages[..., 512:]
-        )
-        return output.view(n, q, heads, 512)
-
-    def _plan(
-        self, n: int, q: int, heads: int, table: Tensor, lengths: Tensor, scale: float
-    ) -> Any:
-        from flashinfer.mla import BatchMLAPagedAttentionWrapper
-
-        device = table.device
-        used = (lengths.long() + PAGE - 1) // PAGE
-        indptr = torch.zeros(n + 1, dtype=torch.int32, device=device)
-        indptr[1:] = used.cumsum(0)
-        chosen = torch.cat([row[:count] for row, count in zip(table, used.tolist(), strict=True)])
-        wrapper = BatchMLAPagedAttentionWrapper(
-            torch.empty(128 << 20, dtype=torch.uint8, device=device),
-            use_cuda_graph=True,
-            qo_indptr=torch.empty(n + 1, dtype=torch.int32, device=device),
-            kv_indptr=torch.empty(n + 1, dtype=torch.int32, device=device),
-            kv_indices=torch.empty(len(chosen), dtype=torch.int32, device=device),
-            kv_len_arr=torch.empty(n, dtype=torch.int32, device=device),
-            backend=self._backend,
-        )
-        wrapper.plan(
-            torch.arange(0, n * q + 1, q, dtype=torch.int32, device=device),
-            indptr,
-            chosen,
-            lengths,
-            heads,
-            512,
-            64,
-            PAGE,
-            True,
-            scale,
-            torch.bfloat16,
-            torch.bfloat16,
-        )
-        return wrapper
+            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=query.device)
+            plan = Decode(workspace, table.shape[0], table.shape[1], graph=True)
+            plan.plan(table.cpu(), lengths.cpu(), rows, query.shape[1], pages.shape[1], scale)
+            self._plans[key] = plan
+        return self._plans[key].run(query, pages)
 
 
 def attention_reference(
-    query: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, scale: float, first: int = 4
+    query: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    rows: int,
+    scale: float,
+    first: int = 4,
 ) -> Tensor:
-    """The first sequences' attention in float32, rows of a sequence causal among themselves."""
-    n, q, _, _ = query.shape
+    """The first sequences' attention in float32 and as bfloat16, rows causal among themselves."""
     parts = []
-    for row in range(min(n, first)):
-        length = int(lengths[row])
-        latent = pages[table[row].long()].flatten(0, 1)[:length].float()
-        scores = torch.einsum("qhd,kd->qhk", query[row].float(), latent) * scale
-        reach = length - q + torch.arange(q, device=query.device)
+    for sequence in range(min(len(lengths), first)):
+        length = int(lengths[sequence])
+        latent = pages[table[sequence].long()].flatten(0, 1)[:length].float()
+        mine = query[sequence * rows : (sequence + 1) * rows].float()
+        scores = torch.einsum("qhd,kd->qhk", mine, latent) * scale
+        reach = length - rows + torch.arange(rows, device=query.device)
         beyond = torch.arange(length, device=query.device)[None] > reach[:, None]
         scores = scores.masked_fill(beyond[:, None, :], float("-inf")).softmax(dim=-1)
         parts.append(torch.einsum("qhk,kd->qhd", scores, latent[:, :512]))
-    return torch.stack(parts)
-
-
-@functools.cache
-def ragged_prefill(tokens: int, heads: int, scale: float) -> Any:
-    """FlashInfer's multi-head prefill of one causal sequence, planned: run(q, k, v)."""
-    from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
-
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
-    ends = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
-    wrapper.plan(
-        ends,
-        ends,
-        heads,
-        heads,
-        192,
-        head_dim_vo=128,
-        causal=True,
-        sm_scale=scale,
-        q_data_type=torch.bfloat16,
-        kv_data_type=torch.bfloat16,
-    )
-    return wrapper
+    return torch.cat(parts).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Timing on a GPU: CUDA graphs, medians, cold weights, clocks as they are; candidates of an operation.
+"""Timing on a GPU: CUDA graphs, medians, cold weights, clocks as they are; candidates.
 
 An operation is timed in a graph over several sets of weights and inputs that together exceed the L2
 cache, as the layers of a model do.
@@ -48,7 +48,7 @@ def replay_times(graph: torch.cuda.CUDAGraph, repeats: int = 15) -> list[float]:
 
 
 def timed(calls: Sequence[Callable[[], Any]], rounds: int = 1, repeats: int = 15) -> float:
-    """Median microseconds of one call; the calls run one after another, `rounds` times, in a graph."""
+    """Median microseconds of one call; all run one after another, `rounds` times, in a graph."""
 
     def all_of_them() -> list[Any]:
         return [call() for _ in range(rounds) for call in calls]
@@ -208,7 +208,7 @@ class Clocks:
 
 
 def kernel_gaps(graph: torch.cuda.CUDAGraph) -> dict[str, float] | None:
-    """Of one replay under the profiler, in microseconds: span, time in which some kernel ran, count.
+    """Of one replay under the profiler: span and time in which some kernel ran (us), kernels.
 
     None where the profiler sees no kernels.
     """
