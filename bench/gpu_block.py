@@ -137,7 +137,7 @@ class Weights:
         self.counts[: rank.active] = rank.rows
         there, sent = rank.experts * rows, rank.tokens * TOP_K
         order = torch.randperm(max(sent, there), device=device, generator=draw)
-        self.origin = (order[:sent] % there).view(rank.tokens, TOP_K)
+        self.origin = (order[:sent] % there).view(rank.tokens, TOP_K).to(torch.int32)
 
     def sized(self, rank: Rank, seed: int) -> Weights:
         """The same weights with what a rank of another batch receives."""
@@ -298,7 +298,7 @@ def weighted_sum(flat: Tensor, origin: Tensor, weights: Tensor, shared: Tensor) 
     """shared + sum over j of weights[:, j] times flat[origin[:, j]], flat [rows, k]: bfloat16."""
     total = shared.float()
     for column in range(origin.shape[1]):
-        total = total + flat[origin[:, column]].float() * weights[:, column, None]
+        total = total + flat[origin[:, column].long()].float() * weights[:, column, None]
     return total.to(torch.bfloat16)
 
 

@@ -17,7 +17,9 @@ from gpu_block import Block, copied_rows, weighted_sum
 from gpu_timing import Call, Candidate, Measured, pick
 from torch import Tensor
 
+from pdmesh.kernels import cublaslt_backend, deep_gemm_backend
 from pdmesh.kernels import quantised as ref
+from pdmesh.kernels import rope_append as definition
 from pdmesh.kernels.gate import GateRule, choose_experts
 from pdmesh.kernels.quantised import Rows
 from pdmesh.kernels.rope import apply_rope
@@ -78,10 +80,8 @@ def rope_append(
         torch.bfloat16
     )
     rope = apply_rope(latent[:, 512:], c, s, True)
-    layers, page = pool.shape[1], pool.shape[2]
     flat = pool.view(-1, pool.shape[-1])
-    flat[slots + layer * page] = torch.cat([normed, rope], dim=-1)
-    del layers
+    flat[slots + layer * pool.shape[2]] = torch.cat([normed, rope], dim=-1)
     return apply_rope(query, c[:, None], s[:, None], True)
 
 
@@ -93,6 +93,15 @@ def gate(normed: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
 def gate_bf16(normed: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
     logits = (normed @ weights.gate_bf16.t()).float()
     return choose_experts(logits, weights.gate_bias, RULE)
+
+
+def _gate_by(weight: str) -> Callable[[Any], Any]:
+    """This project's gate on the weights of that name; it counts the choices besides."""
+    return lambda run: lambda normed, w: run(normed, getattr(w, weight), w.gate_bias, RULE)[:2]
+
+
+def _sum_by(run: Any) -> Callable[..., Tensor]:
+    return lambda flat, origin, weights, shared: run(flat, origin, weights) + shared
 
 
 def _first_sequences(result: Tensor, call: Call) -> Tensor:
@@ -110,8 +119,8 @@ def _defined(result: Any, call: Call) -> Any:
 
 def _dense(result_of: str = "") -> list[Candidate]:
     found = [
-        Candidate("DeepGEMM", lib.deep_gemm_dense),
-        Candidate("cuBLASLt", lib.cublaslt_dense),
+        Candidate("DeepGEMM", deep_gemm_backend.fp8_gemm),
+        Candidate("cuBLASLt", cublaslt_backend.fp8_gemm),
     ]
     found += own("triton.splitk_gemm", "fp8_gemm", "split-K")
     return found
@@ -144,14 +153,14 @@ def steps() -> dict[str, Step]:
     dense = Step(ref.fp8_gemm, _dense(), PRODUCT)
     act = Step(
         _act,
-        [Candidate("torch", _act), *own("triton.silu", "silu_mul_quantise", "silu")],
+        [Candidate("torch", _act), *own("triton.quantise", "silu_mul_quantise", "silu")],
         LOOSE,
     )
     masked = Step(
         ref.masked_grouped_gemm,
         [
-            Candidate("DeepGEMM", lib.deep_gemm_masked),
-            *own("triton.masked_gemm", "masked_grouped_gemm", "masked"),
+            Candidate("DeepGEMM", deep_gemm_backend.masked_grouped_gemm),
+            *own("triton.grouped_gemm", "masked_grouped_gemm", "grouped"),
         ],
         PRODUCT,
         look=_defined,
@@ -169,7 +178,7 @@ def steps() -> dict[str, Step]:
         ),
         "q_b": dense,
         "rope_append": Step(
-            rope_append,
+            definition.rope_append,
             [
                 Candidate("torch", rope_append),
                 *own("triton.rope_append", "rope_append", "rope_append"),
@@ -184,7 +193,7 @@ def steps() -> dict[str, Step]:
                     lambda query, w, rotated: lib.torch_absorb(query, w.key_bf16, rotated),
                 ),
                 *own(
-                    "triton.bmm",
+                    "triton.absorbed",
                     "absorb_query",
                     "FP8 BMM",
                     lambda run: lambda query, w, rotated: run(query, w.key, rotated, 1.0),
@@ -207,7 +216,7 @@ def steps() -> dict[str, Step]:
             [
                 Candidate("torch bf16", lambda latent, w: lib.torch_values(latent, w.value_bf16)),
                 *own(
-                    "triton.bmm",
+                    "triton.absorbed",
                     "project_values_quantise",
                     "FP8 BMM",
                     lambda run: lambda latent, w: run(latent, w.value),
@@ -219,7 +228,12 @@ def steps() -> dict[str, Step]:
         "post_norm": add_norm,
         "gate": Step(
             gate,
-            [Candidate("torch f32", gate), Candidate("torch bf16", gate_bf16)],
+            [
+                Candidate("torch f32", gate),
+                Candidate("torch bf16", gate_bf16),
+                *own("triton.gate", "gate_topk", "gate f32", _gate_by("gate")),
+                *own("triton.gate", "gate_topk", "gate bf16", _gate_by("gate_bf16")),
+            ],
             1e-2,
             look=_sorted_weights,
         ),
@@ -232,14 +246,21 @@ def steps() -> dict[str, Step]:
             _masked_silu,
             [
                 Candidate("torch", _masked_silu),
-                *own("triton.silu", "masked_silu_mul_quantise", "silu"),
+                *own("triton.quantise", "masked_silu_mul_quantise", "silu"),
             ],
             LOOSE,
             look=_defined,
         ),
         "routed_down": masked,
         "combine_send": Step(torch.clone, [Candidate("torch copy", torch.clone)], 0.0),
-        "combine_sum": Step(weighted_sum, [Candidate("torch", weighted_sum)], SMALL),
+        "combine_sum": Step(
+            weighted_sum,
+            [
+                Candidate("torch", weighted_sum),
+                *own("triton.permute", "unpermute", "unpermute", _sum_by),
+            ],
+            1e-2,
+        ),
         "dense_up": dense,
         "dense_act": act,
         "dense_down": dense,

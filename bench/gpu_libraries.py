@@ -11,47 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdmesh.kernels.quantised import BlockWeight, Rows, quantise_rows
-
-
-def deep_gemm_dense(x: Rows, weight: BlockWeight) -> Tensor:
-    import deep_gemm
-
-    output = x.values.new_empty((x.values.shape[0], weight.values.shape[0]), dtype=torch.bfloat16)
-    deep_gemm.fp8_gemm_nt(tuple(x), tuple(weight), output)
-    return output
-
-
-def deep_gemm_masked(x: Rows, weight: BlockWeight, counts: Tensor, expected: int) -> Tensor:
-    import deep_gemm
-
-    experts, rows, _ = x.values.shape
-    output = x.values.new_empty((experts, rows, weight.values.shape[1]), dtype=torch.bfloat16)
-    deep_gemm.fp8_m_grouped_gemm_nt_masked(tuple(x), tuple(weight), output, counts, expected)
-    return output
-
-
-def deep_gemm_contiguous(x: Rows, weight: BlockWeight, row_expert: Tensor) -> Tensor:
-    import deep_gemm
-
-    output = x.values.new_empty((x.values.shape[0], weight.values.shape[1]), dtype=torch.bfloat16)
-    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(tuple(x), tuple(weight), output, row_expert)
-    return output
-
-
-def cublaslt_dense(x: Rows, weight: BlockWeight) -> Tensor:
-    """torch's block-scaled product (cuBLASLt)."""
-    from torch.nn.functional import ScalingType, scaled_mm
-
-    return scaled_mm(
-        x.values,
-        weight.values.t(),
-        x.scales,
-        ScalingType.BlockWise1x128,
-        weight.scales.t(),
-        ScalingType.BlockWise128x128,
-        output_dtype=torch.bfloat16,
-    )
+from pdmesh.kernels.quantised import Rows, quantise_rows
 
 
 def torch_absorb(query: Tensor, key: Tensor, rotated: Tensor) -> Tensor:

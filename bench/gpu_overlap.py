@@ -156,7 +156,7 @@ def measure(
 ) -> dict[int, dict[str, float]]:
     wire = Wire(2 * max(batches))
     weights = [Weights(Rank("EP128", 128, batch=1), 10 + n) for n in range(3)]
-    found: Times = {}
+    found: dict[int, dict[str, float]] = {}
     for batch in batches:
         halves = (batch - batch // 2, batch // 2)
         parts = {

@@ -18,9 +18,9 @@ def layer_jobs(tokens: Sequence[int], experts: Sequence[tuple[int, int]]) -> lis
 
 
 def _work(jobs: Sequence[Job]) -> None:
-    import gpu_libraries as lib
     import torch
 
+    from pdmesh.kernels import deep_gemm_backend
     from pdmesh.kernels.quantised import BlockWeight, Rows, new_scales
 
     for experts, m, n, k in jobs:
@@ -35,9 +35,9 @@ def _work(jobs: Sequence[Job]) -> None:
         )
         if experts:
             counts = torch.full((experts,), m, dtype=torch.int32, device="cuda")
-            lib.deep_gemm_masked(rows, weight, counts, m)
+            deep_gemm_backend.masked_grouped_gemm(rows, weight, counts, m)
         else:
-            lib.deep_gemm_dense(rows, weight)
+            deep_gemm_backend.fp8_gemm(rows, weight)
     torch.cuda.synchronize()
 
 
