@@ -36,8 +36,8 @@ def fp8_gemm(x: Rows, weight: BlockWeight, *, out: Tensor | None = None) -> Tens
     if x.values.shape[0] == 0:
         shape = (0, weight.values.shape[0])
         return x.values.new_empty(shape, dtype=torch.bfloat16) if out is None else out
-    kinds = functional.ScalingType  # type: ignore[attr-defined]
-    product: Tensor = functional.scaled_mm(  # type: ignore[attr-defined]
+    kinds = functional.ScalingType
+    product: Tensor = functional.scaled_mm(
         x.values,
         weight.values.t(),
         x.scales,

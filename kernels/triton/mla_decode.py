@@ -254,19 +254,40 @@ def mla_decode(
         num_stages=tuning.stages,
     )
     if splits > 1:
-        combine_kernel[(m * heads,)](
-            partial,
-            sums,
-            lengths,
-            out,
-            rows * heads,
-            split,
-            m * heads,
-            RANK=rank,
-            SPLITS=triton.next_power_of_2(splits),
-            num_warps=4,
-        )
+        combine(partial, sums, lengths, out, rows, split, splits)
     return out
+
+
+def combine(
+    partial: Tensor,
+    sums: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    rows: int,
+    split: int,
+    splits: int,
+) -> None:
+    """Merges splits into `out` [m, heads, rank] in their order, whatever wrote them.
+
+    Args:
+        partial: [splits, m, heads, rank] float32, each split's own result.
+        sums: [splits, m, heads] float32, log2 of the sum of a split's weights, -inf for none.
+        lengths, rows, split: as in `mla_decode`; a sequence's splits beyond its length are unread.
+        splits: how many there are at most.
+    """
+    m, heads, rank = out.shape
+    combine_kernel[(m * heads,)](
+        partial,
+        sums,
+        lengths,
+        out,
+        rows * heads,
+        split,
+        m * heads,
+        RANK=rank,
+        SPLITS=triton.next_power_of_2(splits),
+        num_warps=4,
+    )
 
 
 def workspace_floats(m: int, heads: int, rank: int, splits: int) -> int:

@@ -1,0 +1,568 @@
+// Attention over paged FP8 latents in absorbed form, all products on Hopper's FP8 tensor cores.
+//
+// A block takes 64 (row, head) pairs of one sequence and walks a split of its tokens, 128 a step:
+// two consumer warpgroups and a producer that fetches pages with the bulk copy engine.
+//   scores   S[pair, token] = sum over groups g of scale[token, g] * (q_g . k_g), plus the rotated part
+//            in bfloat16. Warpgroup w does the page w of the step.
+//   weights  P_g = P * scale[token, g] in FP8, one matrix for each group of 128 values, in shared
+//            memory as B operands. So the scales of the values cost nothing in the product.
+//   output   O^T[value, pair] += V^T P_g^T. wgmma takes FP8 operands with the summed index contiguous
+//            only, and the latents have it not; so V^T is the A operand in registers. A transposed
+//            ldmatrix gives a thread two values of two tokens in a register, two byte permutations put
+//            four tokens of one value together. The order of the tokens that comes out is arbitrary
+//            within 16, and it is the order in which a thread holds its scores: P needs no shuffle.
+//            Warpgroup w holds the values 256 w to 256 w + 255.
+// Softmax on the run (arXiv:1805.02867); the maximum is raised only when a score exceeds it by more than
+// a factor of four.
+
+#include <cstdint>
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+namespace {
+
+constexpr int PAGE = 64, PAIRS = 64, GROUPS = 4, RANK = 512, ROPE = 64, BYTES = 656;
+constexpr int STAGES = 4;
+constexpr int TILE = 64 * 128;  // bytes of 64 rows of 128
+constexpr int V_STAGE = GROUPS * TILE;
+constexpr int AT_V = 0;
+constexpr int AT_ROPE = AT_V + STAGES * V_STAGE;
+constexpr int AT_Q = AT_ROPE + 2 * TILE;
+constexpr int AT_P = AT_Q + (GROUPS + 1) * TILE;
+constexpr int AT_SCALES = AT_P + GROUPS * TILE;
+constexpr int AT_SMALL = AT_SCALES + STAGES * PAGE * 16;
+constexpr int SMALL_FLOATS = 2 * PAIRS + PAIRS + PAIRS + 8;  // row maxima, alpha, row scale, scale maxima
+constexpr int AT_BARRIERS = AT_SMALL + SMALL_FLOATS * 4;
+constexpr int SHARED = AT_BARRIERS + (2 * STAGES + 4) * 8;
+constexpr float ROOM = 64.0f;  // P up to 4, scales up to 1.75 of the reference: 448 at most
+
+struct Arguments {
+    const __nv_bfloat16* query;
+    __nv_bfloat16* out;
+    float* partial;
+    float* sums;
+    const int* page_table;
+    const int* lengths;
+    long page_rows;
+    int table_stride, rows, heads, split, splits, number;
+    float scale_log2;
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ void barrier_init(uint32_t at, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(uint32_t at, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t at) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t at, int parity) {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "again:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@p bra done;\nbra again;\ndone:\n}" ::"r"(at), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void fetch(uint32_t to, const CUtensorMap* map, int x, int y, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void meet(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ bool meet_any(int id, int threads, bool mine) {
+    int any;
+    asm volatile(
+        "{\n.reg .pred p, q;\nsetp.ne.s32 p, %3, 0;\n"
+        "barrier.cta.red.or.pred q, %1, %2, p;\nselp.s32 %0, 1, 0, q;\n}"
+        : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<int>(mine)) : "memory");
+    return any != 0;
+}
+__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void mma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+__device__ __forceinline__ void hold(float (&r)[32]) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(r[i])::"memory");
+}
+// Rows of 128 bytes, swizzled in 16-byte pieces over eight rows.
+__device__ __forceinline__ uint64_t descriptor(uint32_t at) {
+    return static_cast<uint64_t>((at & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+#define ACC32(d)                                                                                            \
+    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),        \
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),            \
+        "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),          \
+        "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),          \
+        "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define REGS32                                                                                              \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "      \
+    "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+
+__device__ __forceinline__ void mma_fp8(float (&d)[32], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " REGS32 ", %32, %33, p, 1, 1;\n}"
+                 : ACC32(d) : "l"(a), "l"(b), "r"(add));
+}
+__device__ __forceinline__ void mma_bf16(float (&d)[32], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " REGS32 ", %32, %33, p, 1, 1, 0, 0;\n}"
+                 : ACC32(d) : "l"(a), "l"(b), "r"(add));
+}
+__device__ __forceinline__ void mma_fp8_registers(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " REGS32
+                 ", {%32, %33, %34, %35}, %36, 1, 1, 1;\n"
+                 : ACC32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ uint32_t pack_fp8(float a, float b, float c, float d) {
+    uint16_t low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return static_cast<uint32_t>(low) | (static_cast<uint32_t>(high) << 16);
+}
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// V^T of 16 values and 32 tokens as an A operand: tokens are the rows of a swizzled tile.
+__device__ __forceinline__ void load_values(uint32_t (&a)[4], uint32_t at) {
+    uint32_t x[4];
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+    a[0] = __byte_perm(x[0], x[1], 0x6420);
+    a[1] = __byte_perm(x[0], x[1], 0x7531);
+    a[2] = __byte_perm(x[2], x[3], 0x6420);
+    a[3] = __byte_perm(x[2], x[3], 0x7531);
+}
+
+// A tile's queries to FP8 with one power of two a row: thread t does a quarter of row t / 4.
+__device__ __forceinline__ void load_query(const Arguments& a, char* shared, int tid, long first, int count) {
+    const int row = tid / 4, part = tid % 4;
+    float* row_scale = reinterpret_cast<float*>(shared + AT_SMALL) + 3 * PAIRS;
+    uint4 raw[16], rope[2];
+    float most = 0.0f;
+    const bool inside = row < count;
+    const uint4* from = reinterpret_cast<const uint4*>(a.query + (first + row) * (RANK + ROPE));
+#pragma unroll
+    for (int i = 0; i < 16; ++i) raw[i] = inside ? from[part * 16 + i] : make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) rope[i] = inside ? from[64 + part * 2 + i] : make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        const __nv_bfloat162* v = reinterpret_cast<const __nv_bfloat162*>(&raw[i]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float2 f = __bfloat1622float2(v[j]);
+            most = fmaxf(most, fmaxf(fabsf(f.x), fabsf(f.y)));
+        }
+    }
+    most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 2));
+    int exponent = 0;
+    frexpf(fmaxf(most, 1e-10f) * (1.0f / 448.0f), &exponent);  // most <= 448 * 2^exponent
+    const float back = exp2f(static_cast<float>(-exponent));
+    if (part == 0) row_scale[row] = exp2f(static_cast<float>(exponent)) * a.scale_log2;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        uint32_t word[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const uint4& half = raw[2 * i + j / 2];
+            const uint32_t* w = reinterpret_cast<const uint32_t*>(&half) + 2 * (j % 2);
+            const float2 x = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(w));
+            const float2 y = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(w + 1));
+            word[j] = pack_fp8(x.x * back, x.y * back, y.x * back, y.y * back);
+        }
+        char* to = shared + AT_Q + part * TILE + row * 128 + ((i ^ (row & 7)) << 4);
+        *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        __nv_bfloat162* v = reinterpret_cast<__nv_bfloat162*>(&rope[i]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float2 f = __bfloat1622float2(v[j]);
+            v[j] = __floats2bfloat162_rn(f.x * back, f.y * back);
+        }
+        const int piece = part * 2 + i;
+        *reinterpret_cast<uint4*>(shared + AT_Q + GROUPS * TILE + row * 128 + ((piece ^ (row & 7)) << 4)) = rope[i];
+    }
+}
+
+__global__ void __launch_bounds__(384, 1)
+decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUtensorMap scales, const Arguments a) {
+    extern __shared__ __align__(1024) char shared[];
+    const int tid = threadIdx.x, group = tid / 128, lane = tid % 32, warp = tid % 128 / 32;
+    const int sequence = blockIdx.y, piece = blockIdx.z;
+    const int length = a.lengths[sequence];
+    const int begin = piece * a.split;
+    if (a.splits > 1 && piece > 0 && begin >= length) return;
+    const int end = min(begin + a.split, length);
+    const int pages = max(0, (end - begin + PAGE - 1) / PAGE);
+    const int pairs = a.rows * a.heads;
+    const int tile = blockIdx.x * PAIRS;
+    const uint32_t base = shared_address(shared);
+    const uint32_t full = base + AT_BARRIERS, empty = full + 8 * STAGES;
+    const uint32_t rope_full = empty + 8 * STAGES, rope_empty = rope_full + 16;
+    if (tid == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(full + 8 * i, 1);
+            barrier_init(empty + 8 * i, 8);
+        }
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(rope_full + 8 * i, 1);
+            barrier_init(rope_empty + 8 * i, 4);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+
+    if (group == 2) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        const int* table = a.page_table + static_cast<long>(sequence) * a.table_stride + begin / PAGE;
+        if (warp == 0 && lane == 0) {
+            for (int p = 0; p < pages; ++p) {
+                const int stage = p % STAGES;
+                if (p >= STAGES) barrier_wait(empty + 8 * stage, (p / STAGES - 1) & 1);
+                const int row = static_cast<int>(table[p] * a.page_rows);
+                const uint32_t done = full + 8 * stage;
+                barrier_expect(done, V_STAGE + PAGE * 16);
+                fetch(base + AT_SCALES + stage * PAGE * 16, &scales, RANK, row, done);
+                for (int g = 0; g < GROUPS; ++g)
+                    fetch(base + AT_V + stage * V_STAGE + g * TILE, &values, g * 128, row, done);
+            }
+        } else if (warp == 1 && lane == 0) {
+            for (int p = 0; p < pages; ++p) {
+                const int slot = p % 2;
+                if (p >= 2) barrier_wait(rope_empty + 8 * slot, (p / 2 - 1) & 1);
+                const int row = static_cast<int>(table[p] * a.page_rows);
+                barrier_expect(rope_full + 8 * slot, TILE);
+                fetch(base + AT_ROPE + slot * TILE, &values, RANK + 16, row, rope_full + 8 * slot);
+            }
+        }
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+
+    float* row_max = reinterpret_cast<float*>(shared + AT_SMALL);
+    float* row_alpha = row_max + 2 * PAIRS;
+    float* row_scale = row_alpha + PAIRS;
+    float* scale_max = row_scale + PAIRS;
+    const int q4 = lane % 4, r0 = 16 * warp + lane / 4;
+    const long first = static_cast<long>(sequence) * pairs + tile;
+    load_query(a, shared, tid, first, pairs - tile);
+    proxy_fence();
+    meet(1, 256);
+
+    int limit[2];
+    float factor[2], peak[2], total[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int pair = tile + r0 + 8 * i;
+        limit[i] = min(end, length - (a.rows - 1 - min(pair, pairs - 1) / a.heads));
+        factor[i] = row_scale[r0 + 8 * i];
+        peak[i] = -INFINITY;
+    }
+    float reference[GROUPS] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float acc[4][32];
+#pragma unroll
+    for (int b = 0; b < 4; ++b)
+#pragma unroll
+        for (int i = 0; i < 32; ++i) acc[b][i] = 0.0f;
+
+    for (int p0 = 0; p0 < pages; p0 += 2) {
+        const int p = p0 + group;
+        const bool mine = p < pages;
+        const int stage = p % STAGES;
+        const char* page_scales = shared + AT_SCALES + stage * PAGE * 16;
+        const int first_token = begin + p * PAGE;
+        const bool whole = first_token + PAGE <= end - (a.rows - 1);
+        float s[32];
+        float high[2] = {-INFINITY, -INFINITY};
+        if (mine) {
+            barrier_wait(rope_full + 8 * group, (p / 2) & 1);
+            {
+                const uint64_t qd = descriptor(base + AT_Q + GROUPS * TILE);
+                const uint64_t kd = descriptor(base + AT_ROPE + group * TILE);
+                mma_fence();
+#pragma unroll
+                for (int k = 0; k < 4; ++k) mma_bf16(s, qd + 2 * k, kd + 2 * k, k > 0);
+                mma_commit();
+            }
+            barrier_wait(full + 8 * stage, (p / STAGES) & 1);
+            if (first_token + PAGE > length) {  // what stands beyond the length may be anything: zeros
+                for (int i = tid % 128; i < PAGE * 33; i += 128) {
+                    const int token = i / 33, chunk = i % 33;
+                    if (first_token + token >= length) {
+                        char* to = chunk < 32 ? shared + AT_V + stage * V_STAGE + (chunk / 8) * TILE + token * 128 +
+                                                    (chunk % 8) * 16
+                                              : shared + AT_SCALES + (stage * PAGE + token) * 16;
+                        *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+                    }
+                }
+                proxy_fence();
+                meet(2 + group, 128);
+            }
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) {
+                float t[32];
+                const uint64_t qd = descriptor(base + AT_Q + g * TILE);
+                const uint64_t kd = descriptor(base + AT_V + stage * V_STAGE + g * TILE);
+                mma_fence();
+#pragma unroll
+                for (int k = 0; k < 4; ++k) mma_fp8(t, qd + 2 * k, kd + 2 * k, k > 0);
+                mma_commit();
+                mma_wait<0>();
+                if (g == 0) {
+                    hold(s);
+                    if (lane == 0) barrier_arrive(rope_empty + 8 * group);
+                }
+                hold(t);
+                const float* at = reinterpret_cast<const float*>(page_scales) + g;
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    const float x = at[(8 * j + 2 * q4) * 4], y = at[(8 * j + 2 * q4 + 1) * 4];
+                    s[4 * j] += x * t[4 * j];
+                    s[4 * j + 1] += y * t[4 * j + 1];
+                    s[4 * j + 2] += x * t[4 * j + 2];
+                    s[4 * j + 3] += y * t[4 * j + 3];
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float& x = s[4 * j + e];
+                    x *= factor[e / 2];
+                    if (!whole && first_token + 8 * j + 2 * q4 + e % 2 >= limit[e / 2]) x = -INFINITY;
+                    high[e / 2] = fmaxf(high[e / 2], x);
+                }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            high[i] = fmaxf(high[i], __shfl_xor_sync(0xffffffff, high[i], 1));
+            high[i] = fmaxf(high[i], __shfl_xor_sync(0xffffffff, high[i], 2));
+            if (q4 == 0) row_max[group * PAIRS + r0 + 8 * i] = high[i];
+        }
+        if (warp == 0) {
+            float4 x = make_float4(0, 0, 0, 0), y = x;
+            if (mine) {
+                x = reinterpret_cast<const float4*>(page_scales)[lane];
+                y = reinterpret_cast<const float4*>(page_scales)[lane + 32];
+            }
+            const float both[4] = {fmaxf(x.x, y.x), fmaxf(x.y, y.y), fmaxf(x.z, y.z), fmaxf(x.w, y.w)};
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) {
+                const unsigned most = __reduce_max_sync(0xffffffff, __float_as_uint(both[g]));
+                if (lane == 0) scale_max[group * GROUPS + g] = __uint_as_float(most);
+            }
+        }
+        meet(1, 256);
+
+        bool changed = false;
+        float own[2] = {1.0f, 1.0f};  // of this warpgroup's two groups of values
+        float into[GROUPS];
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+            const float most = fmaxf(scale_max[g], scale_max[GROUPS + g]);
+            if (most > 1.75f * reference[g]) {
+                if (g / 2 == group) own[g % 2] = reference[g] / most;
+                reference[g] = most;
+                changed = true;
+            }
+            into[g] = reference[g] > 0.0f ? ROOM / reference[g] : 0.0f;
+        }
+        float from[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float most = fmaxf(high[i], row_max[(1 - group) * PAIRS + r0 + 8 * i]);
+            float alpha = 1.0f;
+            if (most > peak[i] + 2.0f) {
+                alpha = exp2_fast(peak[i] - most);
+                peak[i] = most;
+                total[i] *= alpha;
+                changed = true;
+            }
+            if (group == 0 && q4 == 0) row_alpha[r0 + 8 * i] = alpha;
+            from[i] = peak[i] == -INFINITY ? 0.0f : peak[i];
+        }
+        if (mine) {
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                s[i] = exp2_fast(s[i] - from[i % 4 / 2]);
+                total[i % 4 / 2] += s[i];
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float4* at = reinterpret_cast<const float4*>(page_scales) + 16 * j + 2 * q4;
+                const float4 k0 = at[0], k1 = at[1], k2 = at[8], k3 = at[9];
+#pragma unroll
+                for (int g = 0; g < GROUPS; ++g) {
+                    const float c = into[g];
+                    const float w0 = c * (g == 0 ? k0.x : g == 1 ? k0.y : g == 2 ? k0.z : k0.w);
+                    const float w1 = c * (g == 0 ? k1.x : g == 1 ? k1.y : g == 2 ? k1.z : k1.w);
+                    const float w2 = c * (g == 0 ? k2.x : g == 1 ? k2.y : g == 2 ? k2.z : k2.w);
+                    const float w3 = c * (g == 0 ? k3.x : g == 1 ? k3.y : g == 2 ? k3.z : k3.w);
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const float* x = s + 8 * j + 2 * i;
+                        const uint32_t word = pack_fp8(x[0] * w0, x[1] * w1, x[4] * w2, x[5] * w3);
+                        const int row = r0 + 8 * i;
+                        char* to = shared + AT_P + g * TILE + row * 128 + (((4 * group + j) ^ (row & 7)) << 4);
+                        *reinterpret_cast<uint32_t*>(to + 4 * q4) = word;
+                    }
+                }
+            }
+        }
+        proxy_fence();
+        const bool any = meet_any(4, 256, changed);
+
+        if (any) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const float2 alpha = *reinterpret_cast<const float2*>(row_alpha + 8 * j + 2 * q4);
+#pragma unroll
+                for (int b = 0; b < 4; ++b)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        acc[b][4 * j + e] *= own[b / 2] * (e % 2 ? alpha.y : alpha.x);
+            }
+        }
+        const int steps = p0 + 1 < pages ? 4 : 2;
+        uint32_t v[2][4][4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            if (k < steps) {
+                const int page = p0 + k / 2, from_stage = page % STAGES;
+                if (k % 2 == 0) barrier_wait(full + 8 * from_stage, (page / STAGES) & 1);
+                if (k >= 2) mma_wait<1>();
+                const int token = 32 * (k % 2) + lane;
+#pragma unroll
+                for (int b = 0; b < 4; ++b) {
+                    const int g = 2 * group + b / 2, chunk = 4 * (b % 2) + warp;
+                    load_values(v[k % 2][b], base + AT_V + from_stage * V_STAGE + g * TILE + token * 128 +
+                                                 ((chunk ^ (lane & 7)) << 4));
+                }
+                mma_fence();
+#pragma unroll
+                for (int b = 0; b < 4; ++b)
+                    mma_fp8_registers(acc[b], v[k % 2][b],
+                                      descriptor(base + AT_P + (2 * group + b / 2) * TILE) + 2 * k);
+                mma_commit();
+            }
+        }
+        mma_wait<0>();
+#pragma unroll
+        for (int b = 0; b < 4; ++b) hold(acc[b]);
+        if (lane == 0) {
+            barrier_arrive(empty + 8 * (p0 % STAGES));
+            if (steps == 4) barrier_arrive(empty + 8 * ((p0 + 1) % STAGES));
+        }
+    }
+
+    // Sums of both warpgroups, then what a pair's accumulators are multiplied by.
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        total[i] += __shfl_xor_sync(0xffffffff, total[i], 1);
+        total[i] += __shfl_xor_sync(0xffffffff, total[i], 2);
+        if (q4 == 0) row_max[group * PAIRS + r0 + 8 * i] = total[i];
+    }
+    meet(1, 256);
+    const int left = pairs - tile;
+    if (group == 0 && q4 == 0) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int r = r0 + 8 * i;
+            const float sum = row_max[r] + row_max[PAIRS + r];
+            row_alpha[r] = sum > 0.0f ? 1.0f / sum : 0.0f;
+            if (a.splits > 1 && r < left)
+                a.sums[static_cast<long>(piece) * a.number + first + r] = sum > 0.0f ? log2f(sum) + peak[i] : -INFINITY;
+        }
+    }
+    meet(1, 256);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int r = 8 * j + 2 * q4 + e;
+            if (r >= left) continue;
+            const float inverse = row_alpha[r] * (1.0f / ROOM);
+#pragma unroll
+            for (int b = 0; b < 4; ++b) {
+                const int d = 256 * group + 64 * b + 16 * warp + 2 * (lane / 4);
+                const float scale = inverse * reference[2 * group + b / 2];
+                const float x = acc[b][4 * j + e] * scale, y = acc[b][4 * j + 2 + e] * scale;
+                if (a.splits > 1)
+                    *reinterpret_cast<float2*>(a.partial + (static_cast<long>(piece) * a.number + first + r) * RANK + d) =
+                        make_float2(x, y);
+                else
+                    *reinterpret_cast<__nv_bfloat162*>(a.out + (first + r) * RANK + d) = __floats2bfloat162_rn(x, y);
+            }
+        }
+}
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                            CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+bool make_map(CUtensorMap* map, Encode encode, void* pages, uint64_t rows, uint32_t width, CUtensorMapSwizzle swizzle) {
+    const cuuint64_t size[2] = {BYTES, rows}, stride[1] = {BYTES};
+    const cuuint32_t box[2] = {width, PAGE}, step[2] = {1, 1};
+    return encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, pages, size, stride, box, step,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace
+
+// 0, or a CUDA error. `rows_total` 656-byte rows from `pages` on; page i begins at row i * page_rows.
+extern "C" int pdmesh_mla_decode_fp8(const void* query, void* out, void* partial, void* sums, void* pages,
+                                     long rows_total, long page_rows, const int* page_table, int table_stride,
+                                     const int* lengths, int sequences, int rows, int heads, int split, int splits,
+                                     float scale_log2, void* stream) {
+    static Encode encode = nullptr;
+    if (encode == nullptr) {
+        void* found = nullptr;
+        cudaDriverEntryPointQueryResult result;
+        const cudaError_t error =
+            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+        if (error != cudaSuccess) return error;
+        if (found == nullptr) return cudaErrorNotSupported;
+        const cudaError_t set = cudaFuncSetAttribute(decode, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+        if (set != cudaSuccess) return set;
+        encode = reinterpret_cast<Encode>(found);
+    }
+    CUtensorMap values, scales;
+    if (!make_map(&values, encode, pages, rows_total, 128, CU_TENSOR_MAP_SWIZZLE_128B) ||
+        !make_map(&scales, encode, pages, rows_total, 16, CU_TENSOR_MAP_SWIZZLE_NONE))
+        return cudaErrorInvalidValue;
+    Arguments a{};
+    a.query = static_cast<const __nv_bfloat16*>(query);
+    a.out = static_cast<__nv_bfloat16*>(out);
+    a.partial = static_cast<float*>(partial);
+    a.sums = static_cast<float*>(sums);
+    a.page_table = page_table;
+    a.lengths = lengths;
+    a.page_rows = page_rows;
+    a.table_stride = table_stride;
+    a.rows = rows;
+    a.heads = heads;
+    a.split = split;
+    a.splits = splits;
+    a.number = sequences * rows * heads;
+    a.scale_log2 = scale_log2;
+    const dim3 grid((rows * heads + PAIRS - 1) / PAIRS, sequences, splits);
+    decode<<<grid, 384, SHARED, static_cast<cudaStream_t>(stream)>>>(values, scales, a);
+    return cudaGetLastError();
+}

@@ -1,0 +1,339 @@
+"""The gate: router projection, choice of experts, and where the choices stand, in three launches.
+
+Definition: `pdmesh.kernels.routing`. The projection is cut along the hidden size into a fixed
+number of chunks whose sums are added in a fixed order, by one program where there are many rows and
+by the choosing program where there are few: a row's logits do not depend on the number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdmesh.kernels.gate import GateRule
+from pdmesh.kernels.routing import Places, Routing
+from pdmesh.kernels.triton.launch import power_of_two, rows_of
+
+CHUNKS = 16
+"""Parts of the hidden size."""
+WHOLE_ROWS = 1024
+"""From this number of rows on one program adds up all chunks of its tile."""
+NONE = tl.constexpr(-(2**63))
+MAX_PLACES = 4096
+
+
+class Tile(NamedTuple):
+    """How the projection is cut: experts and rows of a tile, the step along the hidden size."""
+
+    experts: int
+    rows: int
+    step: int
+    warps: int
+    stages: int
+
+
+def tile_for(rows: int, wide: bool) -> Tile:
+    """The tile for a number of rows; `wide` where weights are float32."""
+    if rows <= 32:
+        return Tile(64, 16 if rows <= 16 else 32, 64, 4, 4)
+    return Tile(64 if wide else 128, 64, 64, 4, 4)
+
+
+@triton.jit
+def project_kernel(
+    x,
+    weight,
+    partials,
+    rows,
+    hidden,
+    experts,
+    x_row,
+    CHUNK: tl.constexpr,
+    PER_PROGRAM: tl.constexpr,
+    EVEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    inside = (expert < experts)[:, None] & (row < rows)[None, :]
+    total = tl.zeros((EXPERTS, ROWS), dtype=tl.float32)
+    # What is beyond the last row or expert is read from the last: nothing of it is kept.
+    of_expert = tl.minimum(expert, experts - 1)[:, None] * hidden
+    of_row = tl.minimum(row, rows - 1)[None, :] * x_row
+    for part in range(PER_PROGRAM):
+        first = (tl.program_id(2) * PER_PROGRAM + part) * CHUNK
+        sums = tl.zeros((EXPERTS, ROWS), dtype=tl.float32)
+        for step in range(0, CHUNK, STEP):
+            column = first + step + tl.arange(0, STEP)
+            if EVEN:
+                w = tl.load(weight + of_expert + column[None, :])
+                v = tl.load(x + of_row + column[:, None])
+            else:
+                some = column < hidden
+                w = tl.load(weight + of_expert + column[None, :], mask=some[None, :], other=0.0)
+                v = tl.load(x + of_row + column[:, None], mask=some[:, None], other=0.0)
+            if w.dtype == tl.float32:
+                # Three bfloat16 parts hold all 24 bits of a float32.
+                high = w.to(tl.bfloat16)
+                rest = w - high.to(tl.float32)
+                middle = rest.to(tl.bfloat16)
+                low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+                sums = tl.dot(low, v, sums)
+                sums = tl.dot(middle, v, sums)
+                sums = tl.dot(high, v, sums)
+            else:
+                sums = tl.dot(w, v, sums)
+        total += sums
+    to = partials + (tl.program_id(2) * rows + row)[None, :] * experts + expert[:, None]
+    tl.store(to, total, mask=inside)
+
+
+@triton.jit
+def key_of(value):
+    """float32 to int32 in the same order, -0 equal to 0 and NaN largest."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(value != value, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+
+
+@triton.jit
+def value_of(key):
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pack(key, number):
+    """int64 that is larger for a larger key, and for a smaller number where keys are equal."""
+    return (key.to(tl.int64) << 16) | (65535 - number).to(tl.int64)
+
+
+@triton.jit
+def choose_kernel(
+    partials,
+    bias,
+    num_rows,
+    ids,
+    weights,
+    rows,
+    scale,
+    PARTS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr,
+    COUNTED: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    TOP: tl.constexpr,
+    TOP_PADDED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_PADDED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS_PADDED)
+    number = tl.arange(0, SIZE_PADDED)[None, :]
+    expert = group[:, None] * SIZE + number
+    inside = (group[:, None] < GROUPS) & (number < SIZE)
+    logits = tl.zeros((GROUPS_PADDED, SIZE_PADDED), dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        at = partials + (part * rows + row) * (GROUPS * SIZE) + expert
+        logits += tl.load(at, mask=inside, other=0.0)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        logits = tl.where(inside, logits, float("-inf"))
+        scores = tl.exp(logits - tl.max(tl.max(logits, axis=1), axis=0))
+        scores = scores / tl.sum(tl.sum(scores, axis=1), axis=0)
+    choice = scores
+    if BIASED:
+        choice += tl.load(bias + expert, mask=inside, other=0.0)
+    if TOP_GROUPS < GROUPS:
+        packed = tl.where(inside, pack(key_of(choice), expert), NONE)
+        first = tl.max(packed, axis=1)
+        rank = value_of((first >> 16).to(tl.int32))
+        if SIGMOID:
+            second = tl.max(tl.where(packed == first[:, None], NONE, packed), axis=1)
+            rank += value_of((second >> 16).to(tl.int32))
+        order = tl.where(group < GROUPS, pack(key_of(rank), group), NONE)
+        better = tl.sum((order[None, :] > order[:, None]).to(tl.int32), axis=1)
+        choice = tl.where((better < TOP_GROUPS)[:, None], choice, float("-inf"))
+    packed = tl.where(inside, pack(key_of(choice), expert), NONE)
+    place = tl.arange(0, TOP_PADDED)
+    chosen = tl.zeros((TOP_PADDED,), dtype=tl.int32)
+    weight = tl.zeros((TOP_PADDED,), dtype=tl.float32)
+    for i in tl.static_range(TOP):
+        best = tl.max(tl.max(packed, axis=1), axis=0)
+        score = tl.sum(tl.sum(tl.where(packed == best, scores, 0.0), axis=1), axis=0)
+        chosen = tl.where(place == i, 65535 - (best & 65535).to(tl.int32), chosen)
+        weight = tl.where(place == i, score, weight)
+        packed = tl.where(packed == best, NONE, packed)
+    if NORMALISE:
+        weight = weight / (tl.sum(weight, axis=0) + 1e-20)
+    weight *= scale
+    if COUNTED:
+        counts = row < tl.load(num_rows)
+        chosen = tl.where(counts, chosen, -1)
+        weight = tl.where(counts, weight, 0.0)
+    tl.store(ids + row * TOP + place, chosen, mask=place < TOP)
+    tl.store(weights + row * TOP + place, weight, mask=place < TOP)
+
+
+@triton.jit
+def place_kernel(ids, counts, offsets, places, total, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    seen = tl.zeros((), dtype=tl.int32)
+    before = tl.zeros((), dtype=tl.int32)
+    for start in range(0, total, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < total
+        chosen = tl.load(ids + at, mask=inside, other=-1)
+        hit = chosen == expert
+        place = seen + tl.cumsum(hit.to(tl.int32), axis=0) - 1
+        tl.store(places + at, place, mask=hit)
+        if expert == 0:
+            tl.store(places + at, -1, mask=inside & (chosen < 0))
+        seen += tl.sum(hit.to(tl.int32), axis=0)
+        before += tl.sum(((chosen >= 0) & (chosen < expert)).to(tl.int32), axis=0)
+    tl.store(counts + expert, seen)
+    tl.store(offsets + expert, before)
+
+
+def workspace(rows: int, experts: int, device: torch.device | str) -> Tensor:
+    """What `gate_topk` keeps the chunks' sums of logits in."""
+    parts = CHUNKS if rows < WHOLE_ROWS else 1
+    return torch.empty((parts, rows, experts), dtype=torch.float32, device=device)
+
+
+def new_routing(rows: int, rule: GateRule, device: torch.device | str) -> Routing:
+    """An empty `Routing` for a number of rows."""
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    weights = torch.empty((rows, rule.top_k), dtype=torch.float32, device=device)
+    counts, offsets = integers(rule.num_experts), integers(rule.num_experts)
+    return Routing(
+        integers(rows, rule.top_k), weights, counts, offsets, integers(rows, rule.top_k)
+    )
+
+
+def gate_topk(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rule: GateRule,
+    num_rows: Tensor | None = None,
+    *,
+    out: Routing | None = None,
+    work: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Routing:
+    """Projects rows to experts, chooses, and counts: `pdmesh.kernels.routing.gate_topk`.
+
+    Args:
+        x: [m, hidden] bfloat16; a row's elements are consecutive.
+        weight: [experts, hidden] bfloat16 or float32, contiguous. A float32 weight is taken as
+            three bfloat16 parts, which hold all of it unless it is below 2^-110.
+        bias: [experts] float32, contiguous.
+        rule: how experts are chosen; at most 1,024 experts.
+        num_rows: int32 on the device: rows from there on are padding.
+        out: where the result goes; made if it is None.
+        work: see `workspace`; made if it is None.
+        tile: for tuning.
+    """
+    rows, stride = rows_of(x)
+    experts, hidden = weight.shape
+    _check(x, weight, bias, rule)
+    out = new_routing(rows, rule, x.device) if out is None else out
+    if rows == 0:
+        out.counts.zero_()
+        out.offsets.zero_()
+        return out
+    work = workspace(rows, experts, x.device) if work is None else work
+    parts = work.shape[0]
+    tile = tile or tile_for(rows, weight.dtype == torch.float32)
+    chunk = -(-hidden // (CHUNKS * tile.step)) * tile.step
+    grid = (triton.cdiv(experts, tile.experts), triton.cdiv(rows, tile.rows), parts)
+    project_kernel[grid](
+        x,
+        weight,
+        work,
+        rows,
+        hidden,
+        experts,
+        stride,
+        CHUNK=chunk,
+        PER_PROGRAM=CHUNKS // parts,
+        EVEN=chunk * CHUNKS == hidden,
+        EXPERTS=tile.experts,
+        ROWS=tile.rows,
+        STEP=tile.step,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    size = experts // rule.num_groups if rule.top_groups < rule.num_groups else experts
+    groups = experts // size
+    choose_kernel[(rows,)](
+        work,
+        work if bias is None else bias,
+        out.ids if num_rows is None else num_rows,
+        out.ids,
+        out.weights,
+        rows,
+        rule.scale,
+        PARTS=parts,
+        SIGMOID=rule.method == "noaux_tc",
+        BIASED=bias is not None and rule.method == "noaux_tc",
+        COUNTED=num_rows is not None,
+        NORMALISE=rule.normalise,
+        TOP=rule.top_k,
+        TOP_PADDED=power_of_two(rule.top_k),
+        GROUPS=groups,
+        GROUPS_PADDED=power_of_two(groups),
+        TOP_GROUPS=rule.top_groups if groups > 1 else 1,
+        SIZE=size,
+        SIZE_PADDED=power_of_two(size),
+        num_warps=1,
+    )
+    _place(out.ids, Places(out.counts, out.offsets, out.places))
+    return out
+
+
+def place_choices(ids: Tensor, num_experts: int, *, out: Places | None = None) -> Places:
+    """Counts ids [m, k] int32 and numbers them: `pdmesh.kernels.routing.place_choices`."""
+    if ids.dtype != torch.int32 or not ids.is_contiguous():
+        raise ValueError(f"need contiguous int32, not {ids.dtype} {ids.stride()}")
+    if out is None:
+        counts = ids.new_empty((num_experts,))
+        out = Places(counts, torch.empty_like(counts), torch.empty_like(ids))
+    return _place(ids, out)
+
+
+def _place(ids: Tensor, out: Places) -> Places:
+    block = min(MAX_PLACES, max(16, power_of_two(ids.numel())))
+    place_kernel[(out.counts.shape[0],)](
+        ids,
+        out.counts,
+        out.offsets,
+        out.places,
+        ids.numel(),
+        BLOCK=block,
+        num_warps=min(8, max(1, block // 256)),
+    )
+    return out
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, rule: GateRule) -> None:
+    """Raises ValueError for what the kernels cannot take."""
+    experts = rule.num_experts
+    if weight.shape != (experts, x.shape[1]) or not weight.is_contiguous() or experts > 1024:
+        raise ValueError(f"weight {weight.shape} for rows {x.shape} and {experts} experts")
+    if x.dtype != torch.bfloat16 or weight.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"rows {x.dtype} and a weight {weight.dtype}")
+    if bias is not None and (bias.shape != (experts,) or bias.dtype != torch.float32):
+        raise ValueError(f"bias {bias.shape} {bias.dtype} for {experts} experts")

@@ -1,0 +1,160 @@
+"""Latent attention at real shapes on a GPU, every backend that is there, against float64."""
+
+import pytest
+import torch
+
+from pdmesh.kernels import flash_mla_backend, flashinfer_backend, hopper_mla, mla_reference
+from pdmesh.kernels.quantised import pack_latents, unpack_latents
+from pdmesh.kernels.triton import mla_decode as decode
+from pdmesh.kernels.triton import mla_prefill as prefill
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+SCALE = 192**-0.5
+PAGE = 64
+MIXED = [1, 5000, 0, 64, 65, 63, 4096, 129, 2, 777, 1023, 3]
+
+
+def error(got, wanted):
+    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+def batch(lengths, heads, rows, packed=False, seed=0, layers=3, poison=True):
+    """A pool whose tokens beyond a length are NaN, page tables, a query: all random."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    per = [-(-length // PAGE) for length in lengths]
+    order = torch.randperm(sum(per) + 1, generator=torch.Generator().manual_seed(seed)).tolist()
+    pool = torch.randn(
+        (sum(per) + 1, layers, PAGE, 576), generator=g, device="cuda", dtype=torch.bfloat16
+    )
+    table = torch.full((len(lengths), max(per) + 2), order[-1], dtype=torch.int32)
+    used = torch.zeros((sum(per) + 1, PAGE), dtype=torch.bool)
+    for i, length in enumerate(lengths):
+        for j in range(per[i]):
+            table[i, j] = order[0]
+            used[order.pop(0), : min(PAGE, length - j * PAGE)] = True
+    nothing = ~used.cuda()
+    pages = pack_latents(pool) if packed else pool
+    if poison:
+        pages.transpose(1, 2)[nothing] = 0xFF if packed else float("nan")
+    query = torch.randn(
+        (len(lengths) * rows, heads, 576), generator=g, device="cuda", dtype=torch.bfloat16
+    )
+    sizes = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    return query, pages[:, 1], table.cuda(), sizes
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_triton_decode_of_mixed_lengths(heads, rows, packed):
+    args = batch(MIXED, heads, rows, packed)
+    wanted = mla_reference.mla_decode(*args, rows, SCALE)
+    for split in (512, 8192):
+        out = torch.full_like(wanted, float("nan"))
+        got = decode.mla_decode(*args, rows, SCALE, split=split, out=out)
+        assert error(got, wanted) < 8e-3
+        assert torch.equal(got == 0, wanted == 0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("library", ["flash_mla", "flashinfer"])
+def test_a_library_reads_a_layer_of_the_pool_in_place(library, heads, rows):
+    backend = {"flash_mla": flash_mla_backend, "flashinfer": flashinfer_backend}[library]
+    if why := backend.unavailable():
+        pytest.skip(why)
+    lengths = [5000, 64, 65, 4096, 129, 777, 1023, 8]
+    args = batch(lengths, heads, rows, poison=library != "flash_mla")
+    query, pages, table, lengths = args
+    wanted = mla_reference.mla_decode(*args, rows, SCALE)
+    if library == "flash_mla":
+        got = flash_mla_backend.mla_decode(*args, rows, SCALE)
+    else:
+        space = torch.empty(flashinfer_backend.WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        wrapper = flashinfer_backend.Decode(space, 8, table.shape[1])
+        wrapper.plan(table.cpu(), lengths.cpu(), rows, heads, PAGE, SCALE)
+        got = wrapper.run(query, pages)
+    assert error(got, wanted) < 8e-3
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    for packed in (False, True):
+        query, pages, table, lengths = batch(MIXED, 128, 2, packed)
+        whole = decode.mla_decode(query, pages, table, lengths, 2, SCALE, split=1024)
+        for i in (1, 7):
+            alone = decode.mla_decode(
+                query[2 * i : 2 * i + 2],
+                pages,
+                table[i : i + 1],
+                lengths[i : i + 1],
+                2,
+                SCALE,
+                split=1024,
+            )
+            assert torch.equal(alone, whole[2 * i : 2 * i + 2])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_the_fp8_kernel_is_as_exact_as_fp8_weights_allow(heads, rows):
+    if why := hopper_mla.unavailable():
+        pytest.skip(why)
+    args = batch(MIXED, heads, rows, packed=True)
+    wanted = mla_reference.mla_decode(*args, rows, SCALE)
+    for split in (512, 8192):
+        out = torch.full_like(wanted, float("nan"))
+        got = hopper_mla.mla_decode(*args, rows, SCALE, split=split, out=out)
+        assert not got.isnan().any()
+        assert error(got, wanted) < 8e-2
+        assert torch.equal((got == 0).all(-1), (wanted == 0).all(-1))
+
+
+def test_the_fp8_kernel_follows_scales_that_differ_between_tokens():
+    if why := hopper_mla.unavailable():
+        pytest.skip(why)
+    query, pages, table, lengths = batch([5000, 300], 128, 2, packed=True, poison=False)
+    g = torch.Generator("cuda").manual_seed(5)
+    latent = unpack_latents(pages).view(*pages.shape[:-1], 9, 64)
+    growth = torch.randn(*pages.shape[:-1], 1, 1, generator=g, device="cuda").mul(2).exp2()
+    pages = pack_latents((latent * growth).flatten(-2).bfloat16())
+    args = (query * 0.2, pages, table, lengths)
+    wanted = mla_reference.mla_decode(*args, 2, SCALE)
+    assert error(hopper_mla.mla_decode(*args, 2, SCALE), wanted) < 8e-2
+
+
+def test_a_row_of_the_fp8_kernel_does_not_depend_on_its_neighbours():
+    if why := hopper_mla.unavailable():
+        pytest.skip(why)
+    query, pages, table, lengths = batch(MIXED, 128, 2, packed=True)
+    whole = hopper_mla.mla_decode(query, pages, table, lengths, 2, SCALE, split=1024)
+    for i in (1, 7):
+        one = query[2 * i : 2 * i + 2], pages, table[i : i + 1], lengths[i : i + 1]
+        alone = hopper_mla.mla_decode(*one, 2, SCALE, split=1024)
+        assert torch.equal(alone, whole[2 * i : 2 * i + 2])
+
+
+@pytest.mark.parametrize("library", ["triton", "flashinfer"])
+def test_prefill_of_ragged_chunks_behind_a_prefix(library):
+    if library == "flashinfer" and (why := flashinfer_backend.unavailable()):
+        pytest.skip(why)
+    g = torch.Generator("cuda").manual_seed(3)
+    queries, keys, heads = [1000, 1, 129, 64], [1000, 700, 1500, 64], 16
+    q_starts, k_starts = [torch.tensor([0, *c]).cumsum(0).int() for c in (queries, keys)]
+
+    def normal(*shape):
+        return torch.randn(shape, generator=g, device="cuda", dtype=torch.bfloat16)
+
+    q, k = normal(sum(queries), heads, 192), normal(sum(keys), heads, 192)
+    v = normal(sum(keys), heads, 128)
+    wanted = mla_reference.mla_prefill(q, k, v, q_starts.cuda(), k_starts.cuda(), SCALE)
+    if library == "triton":
+        got = prefill.mla_prefill(q, k, v, q_starts.cuda(), k_starts.cuda(), SCALE)
+    else:
+        space = torch.empty(flashinfer_backend.WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        wrapper = flashinfer_backend.Prefill(space)
+        wrapper.plan(q_starts, k_starts, heads, (192, 128), SCALE)
+        got = wrapper.run(q, k, v)
+    assert error(got, wanted) < 8e-3
