@@ -35,7 +35,7 @@ from pdmesh.kernels.quantised import BlockWeight, Rows, new_scales, quantise_row
 PAGE = 64
 EPS = 1e-6
 SCALE = (NOPE + ROPE) ** -0.5
-MAX_POSITION = 8192
+MAX_POSITION = 32768
 
 
 @dataclass(frozen=True)
