@@ -106,9 +106,10 @@ def project_limit(m: int, heads: int) -> float:
     return heads * (RANK * VALUE + 2 * m * RANK + m * (VALUE + 4)) / BYTES_PER_S * 1e6
 
 
-def in_children(work: Callable[[int, Sequence[Any]], None], tasks: Sequence[Any], s: float) -> int:
-    """`work(number, its share of the tasks)` in forked processes; those that take longer than s
-    seconds are ended. Must be called before CUDA is used here. Returns how many did not end well.
+def children(work: Callable[[int, Sequence[Any]], None], tasks: Sequence[Any]) -> list[Any]:
+    """Forked processes that run `work(number, its share of the tasks)`; see `ended`.
+
+    Must be called before CUDA is used here.
     """
     context = multiprocessing.get_context("fork")
     workers = max(1, min(14, (os.cpu_count() or 2) - 2, len(tasks)))
@@ -117,7 +118,12 @@ def in_children(work: Callable[[int, Sequence[Any]], None], tasks: Sequence[Any]
         job = context.Process(target=work, args=(number, tasks[number::workers]), daemon=True)
         job.start()
         jobs.append(job)
-    deadline = time.monotonic() + s
+    return jobs
+
+
+def ended(jobs: list[Any], seconds: float) -> int:
+    """Ends those that take longer than so many seconds; how many did not end well."""
+    deadline = time.monotonic() + seconds
     for job in jobs:
         job.join(max(0.0, deadline - time.monotonic()))
         if job.is_alive():

@@ -18,11 +18,12 @@ from gemm_cases import (
     SHAPES,
     VALUE,
     absorb_limit,
+    children,
     copies,
     dense_limit,
+    ended,
     exact_rows,
     exact_weight,
-    in_children,
     microseconds,
     project_limit,
     relative_error,
@@ -30,13 +31,14 @@ from gemm_cases import (
     weight,
 )
 
-from pdmesh.kernels.gemm_config import SplitConfig
+from pdmesh.kernels import cuda_gemm
+from pdmesh.kernels.gemm_config import ClusterTile, SplitConfig
 from pdmesh.kernels.quantised import dequantise_rows
 from pdmesh.kernels.triton import absorbed
 from pdmesh.kernels.triton.absorbed import HeadConfig
 from pdmesh.kernels.triton.splitk_gemm import fp8_gemm, shared_workspace
 
-WORST = {"dense": 5e-3, "absorb": 5e-2, "project": 7e-2}
+WORST = {"dense": 5e-3, "cuda": 5e-3, "absorb": 5e-2, "project": 7e-2}
 
 
 class Candidate(NamedTuple):
@@ -152,9 +154,39 @@ def candidates(rows_tried: list[int]) -> list[Candidate]:
     return [part[i] for i in range(longest) for part in lists if i < len(part)]
 
 
+CLUSTERS: dict[str, tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]] = {
+    "qkv_a": (
+        [(136, 4, 2), (128, 4, 2), (136, 4, 1), (72, 2, 2)],
+        [(136, 8, 1), (136, 4, 1), (72, 4, 1), (64, 4, 1)],
+    ),
+    "shared up": (
+        [(128, 2, 2), (128, 2, 1), (64, 1, 2)],
+        [(128, 4, 1), (64, 2, 1), (128, 2, 1)],
+    ),
+    "shared down": (
+        [(112, 1, 2), (128, 1, 2), (112, 1, 1)],
+        [(112, 2, 1), (56, 1, 1), (128, 2, 1)],
+    ),
+    "q_b": ([(128, 1, 2), (128, 1, 1), (96, 1, 2)], [(128, 1, 1), (96, 1, 1), (64, 1, 1)]),
+    "o_proj": ([(112, 1, 2), (128, 1, 2), (112, 1, 1)], [(112, 2, 1), (128, 2, 1), (56, 1, 1)]),
+}
+"""Tiles of the CUDA product for more than 128 rows, and for fewer: (block_n, split, pair)."""
+
+
+def cluster_candidates(rows_tried: list[int]) -> list[Candidate]:
+    every = []
+    for m in rows_tried:
+        for name, (many, few) in CLUSTERS.items():
+            for place, (block, split, pair) in enumerate(many if m > 128 else few):
+                tile = ClusterTile(block, split, pair, 6 if block > 96 else 7 if block > 72 else 8)
+                tiles = [tile, tile._replace(dependent=True)] if place < 2 else [tile]
+                every += [Candidate("cuda", name, m, SHAPES[name], tuple(t)) for t in tiles]
+    return sorted(every, key=lambda c: c.config[:4])
+
+
 def operands(c: Candidate, generator: torch.Generator) -> tuple[Any, ...]:
     device = generator.device
-    if c.op == "dense":
+    if c.op in ("dense", "cuda"):
         n, k = c.shape
         return rows(generator, c.m, k), weight(generator, n, k)
     heads = c.shape[0]
@@ -169,7 +201,7 @@ def operands(c: Candidate, generator: torch.Generator) -> tuple[Any, ...]:
 
 
 def exact(c: Candidate, given: tuple[Any, ...]) -> torch.Tensor:
-    if c.op == "dense":
+    if c.op in ("dense", "cuda"):
         return exact_rows(given[0]) @ exact_weight(given[1]).t()
     wide = exact_weight(given[1])
     if c.op == "absorb":
@@ -181,13 +213,15 @@ def exact(c: Candidate, given: tuple[Any, ...]) -> torch.Tensor:
 def run(c: Candidate, given: tuple[Any, ...], out: Any = None) -> Any:
     if c.op == "dense":
         return fp8_gemm(*given, out=out, config=SplitConfig(*c.config))
+    if c.op == "cuda":
+        return cuda_gemm.fp8_gemm(*given, out=out, tile=ClusterTile(*c.config))
     if c.op == "absorb":
         return absorbed.absorb_query(*given, 0.1, out=out, config=HeadConfig(*c.config))
     return absorbed.project_values_quantise(*given, out=out, config=HeadConfig(*c.config))
 
 
 def limit(c: Candidate) -> float:
-    if c.op == "dense":
+    if c.op in ("dense", "cuda"):
         return dense_limit(c.m, *c.shape)
     return (absorb_limit if c.op == "absorb" else project_limit)(c.m, *c.shape)
 
@@ -212,18 +246,20 @@ def _check(mine: Sequence[Candidate], path: Path) -> None:
             file.flush()
 
 
-def checked(every: list[Candidate], out: Path, seconds: float) -> dict[str, float]:
-    """Errors of those that ran and are right; must be called before CUDA is used here."""
-    for path in out.glob("checked*.jsonl"):
+def start_check(every: list[Candidate], out: Path) -> list[Any]:
+    """Children that check; must be called before CUDA is used here."""
+    op = every[0].op
+    for path in out.glob(f"checked_{op}*.jsonl"):
         path.unlink()
-    failed = in_children(
-        lambda number, mine: _check(mine, out / f"checked{number}.jsonl"),
-        every,
-        seconds,
-    )
+    return children(lambda number, mine: _check(mine, out / f"checked_{op}{number}.jsonl"), every)
+
+
+def end_check(every: list[Candidate], jobs: list[Any], out: Path, s: float) -> dict[str, float]:
+    """Errors of those that ran and are right, after s seconds at most."""
+    failed = ended(jobs, s)
     right: dict[str, float] = {}
     problems = [f"{failed} children failed or took too long"] if failed else []
-    for path in sorted(out.glob("checked*.jsonl")):
+    for path in sorted(out.glob(f"checked_{every[0].op}*.jsonl")):
         for line in path.read_text().splitlines():
             key, error, text = json.loads(line)
             if text is None and error <= WORST[json.loads(key)[0]]:
@@ -233,7 +269,7 @@ def checked(every: list[Candidate], out: Path, seconds: float) -> dict[str, floa
     print(f"{len(right)} of {len(every)} right; {len(problems)} problems", flush=True)
     for problem in problems[:12]:
         print("  ", problem[:220])
-    (out / "problems.txt").write_text("\n".join(problems))
+    (out / f"problems_{every[0].op}.txt").write_text("\n".join(problems))
     return right
 
 
@@ -245,7 +281,7 @@ def timed_case(
     first = mine[0]
     given = operands(first, generator)
     size = float(sum(t.numel() * t.element_size() for t in tensors(given)))
-    one_output = first.op == "dense"
+    one_output = first.op in ("dense", "cuda")
     sets = [given]
     while len(sets) < copies(size if one_output else 2 * size):
         sets.append(operands(first, generator))
@@ -263,14 +299,11 @@ def timed_case(
             print(f"{c.case} {c.config}: {str(problem)[:150]}")
 
 
-def tune(every: list[Candidate], out: Path, check_s: float, time_s: float) -> None:
-    started = time.monotonic()
-    right = checked(every, out, check_s)
-    print(f"checked after {time.monotonic() - started:.0f} s", flush=True)
+def tune(every: list[Candidate], right: dict[str, float], out: Path, seconds: float) -> None:
     shared_workspace(torch.device("cuda", torch.cuda.current_device()))
     generator = torch.Generator("cuda").manual_seed(1)
-    deadline = time.monotonic() + time_s
-    cases = sorted({c.case for c in every}, key=lambda case: case[0])
+    deadline = time.monotonic() + seconds
+    cases = sorted({c.case for c in every}, key=lambda case: (case[1], -case[2], case[0]))
     left = [[c for c in every if c.case == case and c.key in right] for case in cases]
     with (out / "tune.csv").open("w") as file:
         for place, mine in enumerate(left):

@@ -29,11 +29,12 @@ from gemm_cases import (  # noqa: E402
     SHAPES,
     VALUE,
     absorb_limit,
+    children,
     copies,
     dense_limit,
+    ended,
     exact_rows,
     exact_weight,
-    in_children,
     microseconds,
     project_limit,
     relative_error,
@@ -41,7 +42,7 @@ from gemm_cases import (  # noqa: E402
     weight,
 )
 
-from pdmesh.kernels import cublaslt_backend, deep_gemm_backend  # noqa: E402
+from pdmesh.kernels import cublaslt_backend, cuda_gemm, deep_gemm_backend  # noqa: E402
 from pdmesh.kernels.quantised import BlockWeight, Rows, dequantise_rows  # noqa: E402
 from pdmesh.kernels.triton import absorbed, grouped_gemm, splitk_gemm  # noqa: E402
 
@@ -85,7 +86,8 @@ def dense(table: Table, generator: torch.Generator, rows_tried: list[int]) -> No
     backends: dict[str, Callable[..., torch.Tensor]] = {
         "deep_gemm": deep_gemm_backend.fp8_gemm,
         "cublaslt": cublaslt_backend.fp8_gemm,
-        "triton": splitk_gemm.fp8_gemm,
+        "split": splitk_gemm.fp8_gemm,
+        "cuda": cuda_gemm.fp8_gemm,
     }
     for name, (n, k) in SHAPES.items():
         weights = [weight(generator, n, k) for _ in range(copies(n * k))]
@@ -185,13 +187,19 @@ def main() -> None:
     out = Path(os.environ.get("OUT", "."))
     rows_tried = [int(m) for m in given.rows.split(",")]
     wanted = [(0, m, n, k) for n, k in SHAPES.values() for m in rows_tried] + GROUPS
-    failed = in_children(compile_deep_gemm, wanted, given.check_seconds)
+    compiling = children(compile_deep_gemm, wanted)
+    if given.tune:
+        from gemm_tune import candidates, cluster_candidates, end_check, start_check, tune
+
+        clustered, every = cluster_candidates(rows_tried), candidates(rows_tried)
+        jobs = start_check(clustered, out)
+        right = end_check(clustered, jobs, out, min(45, given.check_seconds))
+        jobs = start_check(every, out)
+        right |= end_check(every, jobs, out, given.check_seconds)
+    failed = ended(compiling, given.check_seconds)
     print(f"DeepGEMM's kernels: {failed} children failed", flush=True)
     if given.tune:
-        from gemm_tune import candidates, tune
-
-        every = [c for c in candidates(rows_tried) if c.op.startswith(given.only)]
-        tune(every, out, given.check_seconds, given.time_seconds)
+        tune([*clustered, *every], right, out, given.time_seconds)
     table = Table(out / "gemm.csv")
     generator = torch.Generator("cuda").manual_seed(0)
     splitk_gemm.shared_workspace(torch.device("cuda", torch.cuda.current_device()))

@@ -97,7 +97,7 @@ class Plan:
         scales: dict[str, Any] = {}
         if descale is not None:
             scales = {"is_fp8_kvcache": True, "descale_q": descale[0], "descale_k": descale[1]}
-        output, _ = flash_mla.flash_mla_with_kvcache(
+        output: Tensor = flash_mla.flash_mla_with_kvcache(
             query.view(n, rows, heads, WIDTH),
             pages.unsqueeze(2),
             page_table,
@@ -108,7 +108,7 @@ class Plan:
             causal=True,
             use_legacy=True,
             **scales,
-        )
+        )[0]
         return output.view(m, heads, RANK)
 
 

@@ -32,6 +32,25 @@ class SplitConfig(NamedTuple):
     dependent: bool = False
 
 
+class ClusterTile(NamedTuple):
+    """How `cuda_gemm` cuts a product: tiles of 128 rows.
+
+    Attributes:
+        block_n: columns, a multiple of 8 up to 136.
+        split: thread blocks that share the sum, 1, 2, 4 or 8.
+        pair: 2 if two tiles of rows share the weight that is read, else 1.
+        stages: steps of 128 values in flight.
+        dependent: programmatic dependent launch: weights are asked for while the kernel before
+            still runs. That kernel must not write the weights.
+    """
+
+    block_n: int
+    split: int
+    pair: int
+    stages: int = 6
+    dependent: bool = False
+
+
 def split_config(m: int, n: int, k: int) -> SplitConfig:
     return unmeasured(m, n, k)
 
@@ -45,3 +64,28 @@ def unmeasured(m: int, n: int, k: int) -> SplitConfig:
     groups = -(-k // BLOCK)
     split = max(1, min(PROCESSORS // tiles, groups // 4, 16))
     return SplitConfig(block_m, block_n, split, 4 if block_m <= 64 else 8, 4, swap)
+
+
+_STAGE_BYTES = 200 << 10
+_MOST_STAGES = 8
+_STEP_US, _COLUMN_US, _START_US, _SPLIT_US = 0.10, 0.0015, 2.5, 0.4
+
+
+def cluster_tile(m: int, n: int, k: int) -> ClusterTile:
+    """The tile whose waves of steps are expected to be over first."""
+    pair = 2 if m > 128 else 1
+    groups_m, steps = -(-m // (128 * pair)), -(-k // BLOCK)
+    best: tuple[float, ClusterTile] | None = None
+    for block_n in (128, 136, 112, 96, 72, 64, 56):
+        for split in (1, 2, 4, 8):
+            if split * pair > 8 or split > steps:
+                continue
+            programs = -(-n // block_n) * groups_m * split * pair
+            waves = -(-programs // (PROCESSORS if split * pair == 1 else PROCESSORS - 4))
+            step_us = _STEP_US + _COLUMN_US * block_n
+            cost = waves * (-(-steps // split) * step_us + _START_US) + _SPLIT_US * (split > 1)
+            stages = min(_MOST_STAGES, _STAGE_BYTES // ((128 + block_n) * BLOCK))
+            if best is None or cost < best[0]:
+                best = cost, ClusterTile(block_n, split, pair, stages)
+    assert best is not None
+    return best[1]

@@ -1,4 +1,4 @@
-"""Attention over latents as a batch of a step has it, in float64: what the fast kernels are tested by.
+"""Attention over latents, as a batch of a step has it, in float64: what fast kernels are tested by.
 
 DeepSeek-V2 (arXiv:2405.04434), section 2.1, in absorbed form (`mla_decode`) and in MHA form
 (`mla_prefill`).

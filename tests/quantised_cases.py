@@ -1,6 +1,7 @@
 """Rows for the tests of quantising kernels, and how two results are compared."""
 
 import torch
+
 from pdmesh.kernels.quantised import Rows, dequantise_rows
 
 

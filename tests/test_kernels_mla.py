@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdmesh.kernels import mla_reference
+from pdmesh.kernels import flash_mla_backend, flashinfer_backend, hopper_mla, mla_reference
 from pdmesh.kernels.quantised import pack_latents
 from pdmesh.kernels.triton import mla_decode as decode
 from pdmesh.kernels.triton import mla_prefill as prefill
@@ -113,3 +113,46 @@ def test_prefill_sees_its_own_past_and_the_cached_prefix(widths):
     wanted = mla_reference.mla_prefill(*args, 0.1)
     got = prefill.mla_prefill(*[a.to(DEVICE) for a in args], 0.1, block_m=16, block_n=16, warps=4)
     assert error(got.cpu(), wanted) < 1e-2
+
+
+@pytest.mark.skipif(GPU, reason="says what a machine without a GPU says")
+@pytest.mark.parametrize("backend", [flash_mla_backend, flashinfer_backend, hopper_mla, decode])
+def test_a_backend_says_why_it_is_not_there(backend):
+    assert backend.unavailable() == "no CUDA device"
+
+
+def test_flash_mla_names_the_shape_it_does_not_take():
+    assert flash_mla_backend.supports(128, 64, 576, torch.bfloat16) is None
+    assert "pages of 64" in flash_mla_backend.supports(128, 16, 576, torch.bfloat16)
+    assert "576 values" in flash_mla_backend.supports(128, 64, 96, torch.bfloat16)
+    assert "uint8" in flash_mla_backend.supports(128, 64, 576, torch.uint8)
+
+
+def test_the_fp8_kernel_takes_a_layer_of_the_pool_and_no_cut_rows():
+    pool = torch.zeros((3, 4, 64, 656), dtype=torch.uint8)
+    assert hopper_mla.supports(pool[:, 2]) is None
+    assert "strides" in hopper_mla.supports(torch.zeros((3, 64, 700), dtype=torch.uint8)[..., :656])
+    assert "takes pages" in hopper_mla.supports(pool[:, 2, :32])
+
+
+def test_the_fp8_kernel_is_split_in_whole_steps():
+    for sequences, pairs, longest in ((1, 16, 5000), (128, 256, 5000), (8, 128, 100)):
+        split = hopper_mla.split_tokens(longest, sequences, pairs)
+        assert split % 128 == 0
+        assert sequences < 100 or split >= longest
+    pages = torch.zeros((1, 64, 656), dtype=torch.uint8)
+    table, lengths = torch.zeros((1, 1), dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    query = torch.zeros((1, 16, 576), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="128"):
+        hopper_mla.mla_decode(query, pages, table, lengths, 1, 1.0, split=64)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(hopper_mla.compiler() is None, reason="needs nvcc")
+def test_the_fp8_kernel_compiles_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("PDMESH_KERNEL_CACHE", str(tmp_path))
+    path = hopper_mla.build()
+    made = path.stat().st_mtime_ns
+    assert hopper_mla.build() == path
+    assert path.stat().st_mtime_ns == made
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]

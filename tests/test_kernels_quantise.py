@@ -54,9 +54,7 @@ def test_a_wide_row_is_shared_by_several_programs():
 def test_rows_are_normalised_and_quantised(m, k):
     x, weight = rows_with_extremes(m, k), rows_with_extremes(1, k, 1)[0]
     normed_out = torch.full((m, k), torch.nan, dtype=torch.bfloat16)
-    got, normed = norm.rms_norm_quantise(
-        x, weight, EPS, out=poisoned(m, k), normed_out=normed_out
-    )
+    got, normed = norm.rms_norm_quantise(x, weight, EPS, out=poisoned(m, k), normed_out=normed_out)
     want, want_normed = definition.rms_norm_quantise(x, weight, EPS)
     assert normed is normed_out
     torch.testing.assert_close(normed, want_normed, rtol=2**-7, atol=1e-7)
@@ -95,9 +93,7 @@ def test_swiglu_is_quantised(m, k):
 
 def test_a_wide_swiglu_is_shared_by_several_programs():
     gate_up = rows_with_extremes(2, 2 * 17 * 128)
-    assert_rows_close(
-        quantise.silu_mul_quantise(gate_up), definition.silu_mul_quantise(gate_up)
-    )
+    assert_rows_close(quantise.silu_mul_quantise(gate_up), definition.silu_mul_quantise(gate_up))
 
 
 @pytest.mark.parametrize("counts", [(0, 0, 0), (3, 0, 5), (7, 7, 7), (0, 1, 0), (1, 9, 2)])

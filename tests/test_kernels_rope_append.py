@@ -41,8 +41,12 @@ def both(arguments, pool, interleave, layer=1, **more):
     for module in (fast, definition):
         mine = pool.clone()
         rotated = module.rope_append(
-            *(a.clone() for a in arguments[:1]), *arguments[1:], mine, layer,
-            interleave=interleave, **more,
+            *(a.clone() for a in arguments[:1]),
+            *arguments[1:],
+            mine,
+            layer,
+            interleave=interleave,
+            **more,
         )
         results.append((rotated, mine))
     return results

@@ -1,16 +1,18 @@
 // Attention over paged FP8 latents in absorbed form, all products on Hopper's FP8 tensor cores.
 //
-// A block takes 64 (row, head) pairs of one sequence and walks a split of its tokens, 128 a step:
-// two consumer warpgroups and a producer that fetches pages with the bulk copy engine.
+// A block takes 64 (row, head) pairs of one sequence and walks a split of its tokens, 128 a step: two
+// consumer warpgroups, and a third whose warps fetch pages with the bulk copy engine and prepare scales.
 //   scores   S[pair, token] = sum over groups g of scale[token, g] * (q_g . k_g), plus the rotated part
 //            in bfloat16. Warpgroup w does the page w of the step.
-//   weights  P_g = P * scale[token, g] in FP8, one matrix for each group of 128 values, in shared
-//            memory as B operands. So the scales of the values cost nothing in the product.
+//   weights  P_g = P * scale[token, g] / reference[g] in FP8, one matrix for each group of 128 values, in
+//            shared memory as B operands. So the scales of the values cost nothing in the product. The
+//            reference is about the largest scale so far.
 //   output   O^T[value, pair] += V^T P_g^T. wgmma takes FP8 operands with the summed index contiguous
 //            only, and the latents have it not; so V^T is the A operand in registers. A transposed
 //            ldmatrix gives a thread two values of two tokens in a register, two byte permutations put
 //            four tokens of one value together. The order of the tokens that comes out is arbitrary
-//            within 16, and it is the order in which a thread holds its scores: P needs no shuffle.
+//            within 16 (`position`), and it is the order in which a thread holds its scores: P needs no
+//            shuffle.
 //            Warpgroup w holds the values 256 w to 256 w + 255.
 // Softmax on the run (arXiv:1805.02867); the maximum is raised only when a score exceeds it by more than
 // a factor of four.
@@ -18,6 +20,7 @@
 #include <cstdint>
 #include <cuda.h>
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 namespace {
@@ -30,11 +33,13 @@ constexpr int AT_V = 0;
 constexpr int AT_ROPE = AT_V + STAGES * V_STAGE;
 constexpr int AT_Q = AT_ROPE + 2 * TILE;
 constexpr int AT_P = AT_Q + (GROUPS + 1) * TILE;
-constexpr int AT_SCALES = AT_P + GROUPS * TILE;
-constexpr int AT_SMALL = AT_SCALES + STAGES * PAGE * 16;
-constexpr int SMALL_FLOATS = 2 * PAIRS + PAIRS + PAIRS + 8;  // row maxima, alpha, row scale, scale maxima
+constexpr int AT_SCALES = AT_P + GROUPS * TILE;                   // as fetched; then [group][position] float
+constexpr int AT_NORMED = AT_SCALES + STAGES * PAGE * GROUPS * 4;  // scales over the reference, half
+constexpr int AT_SMALL = AT_NORMED + STAGES * PAGE * GROUPS * 2;
+// Row maxima, alpha, row scale; for two steps the references and by how much they shrank the old sums.
+constexpr int SMALL_FLOATS = 2 * PAIRS + PAIRS + PAIRS + 2 * 2 * GROUPS;
 constexpr int AT_BARRIERS = AT_SMALL + SMALL_FLOATS * 4;
-constexpr int SHARED = AT_BARRIERS + (2 * STAGES + 4) * 8;
+constexpr int SHARED = AT_BARRIERS + (3 * STAGES + 4) * 8;
 constexpr float ROOM = 64.0f;  // P up to 4, scales up to 1.75 of the reference: 448 at most
 
 struct Arguments {
@@ -125,10 +130,18 @@ __device__ __forceinline__ void mma_fp8_registers(float (&d)[32], const uint32_t
                  : ACC32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ uint32_t pack_fp8(float a, float b, float c, float d) {
-    uint16_t low, high;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-    return static_cast<uint32_t>(low) | (static_cast<uint32_t>(high) << 16);
+    uint32_t word;
+    asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}"
+        : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return word;
+}
+__device__ __forceinline__ uint32_t pack_fp8(__half2 a, __half2 b) {
+    uint32_t word;
+    asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\nmov.b32 %0, {low, high};\n}"
+        : "=r"(word) : "r"(*reinterpret_cast<uint32_t*>(&a)), "r"(*reinterpret_cast<uint32_t*>(&b)));
+    return word;
 }
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
@@ -200,6 +213,82 @@ __device__ __forceinline__ void load_query(const Arguments& a, char* shared, int
     }
 }
 
+// Where a token of a page stands among the summed index of P and V.
+__device__ __forceinline__ int position(int token) {
+    const int t = token % 16;
+    return token - t + 4 * (t % 8 / 2) + 2 * (t / 8) + t % 2;
+}
+
+// One warp, a step's pages p0 and p0 + 1: their scales by position, references, zeros where no token is.
+__device__ __forceinline__ void prepare(char* shared, uint32_t full, uint32_t ready, int p0, int pages, int begin,
+                                        int length, int lane, float (&reference)[GROUPS]) {
+    float most[GROUPS] = {0.0f, 0.0f, 0.0f, 0.0f};
+    const int count = min(2, pages - p0);
+    for (int i = 0; i < count; ++i) {
+        const int p = p0 + i, stage = p % STAGES, left = length - begin - p * PAGE;
+        barrier_wait(full + 8 * stage, (p / STAGES) & 1);
+        if (left < PAGE) {
+            for (int token = left + lane; token < PAGE; token += 32)
+                reinterpret_cast<uint4*>(shared + AT_SCALES)[stage * PAGE + token] = make_uint4(0, 0, 0, 0);
+            for (int token = left; token < PAGE; ++token)
+                *reinterpret_cast<uint4*>(shared + AT_V + stage * V_STAGE + (lane / 8) * TILE + token * 128 +
+                                          lane % 8 * 16) = make_uint4(0, 0, 0, 0);
+            __syncwarp();
+        }
+        for (int h = 0; h < 2; ++h) {
+            const float4 x = reinterpret_cast<const float4*>(shared + AT_SCALES)[stage * PAGE + lane + 32 * h];
+            most[0] = fmaxf(most[0], x.x);
+            most[1] = fmaxf(most[1], x.y);
+            most[2] = fmaxf(most[2], x.z);
+            most[3] = fmaxf(most[3], x.w);
+        }
+    }
+    float* step = reinterpret_cast<float*>(shared + AT_SMALL) + 4 * PAIRS + p0 / 2 % 2 * 2 * GROUPS;
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+        const float top = __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(most[g])));
+        float shrink = 1.0f;
+        if (top > 1.75f * reference[g]) {
+            shrink = reference[g] / top;
+            reference[g] = top;
+        }
+        if (lane == 0) {
+            step[g] = reference[g];
+            step[GROUPS + g] = shrink;
+        }
+        most[g] = reference[g] > 0.0f ? ROOM / reference[g] : 0.0f;
+    }
+    for (int i = 0; i < count; ++i) {
+        float* at = reinterpret_cast<float*>(shared + AT_SCALES) + (p0 + i) % STAGES * GROUPS * PAGE;
+        __half* normed = reinterpret_cast<__half*>(shared + AT_NORMED) + (p0 + i) % STAGES * GROUPS * PAGE;
+        const float4 x = reinterpret_cast<const float4*>(at)[lane], y = reinterpret_cast<const float4*>(at)[lane + 32];
+        __syncwarp();
+        const int place = position(lane);
+        at[place] = x.x;
+        at[place + PAGE] = x.y;
+        at[place + 2 * PAGE] = x.z;
+        at[place + 3 * PAGE] = x.w;
+        at[place + 32] = y.x;
+        at[place + 32 + PAGE] = y.y;
+        at[place + 32 + 2 * PAGE] = y.z;
+        at[place + 32 + 3 * PAGE] = y.w;
+        normed[place] = __float2half(x.x * most[0]);
+        normed[place + PAGE] = __float2half(x.y * most[1]);
+        normed[place + 2 * PAGE] = __float2half(x.z * most[2]);
+        normed[place + 3 * PAGE] = __float2half(x.w * most[3]);
+        normed[place + 32] = __float2half(y.x * most[0]);
+        normed[place + 32 + PAGE] = __float2half(y.y * most[1]);
+        normed[place + 32 + 2 * PAGE] = __float2half(y.z * most[2]);
+        normed[place + 32 + 3 * PAGE] = __float2half(y.w * most[3]);
+    }
+    proxy_fence();
+    __syncwarp();
+    if (lane == 0) {
+        barrier_arrive(ready + 8 * (p0 % STAGES));
+        if (count > 1) barrier_arrive(ready + 8 * ((p0 + 1) % STAGES));
+    }
+}
+
 __global__ void __launch_bounds__(384, 1)
 decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUtensorMap scales, const Arguments a) {
     extern __shared__ __align__(1024) char shared[];
@@ -214,11 +303,12 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
     const int tile = blockIdx.x * PAIRS;
     const uint32_t base = shared_address(shared);
     const uint32_t full = base + AT_BARRIERS, empty = full + 8 * STAGES;
-    const uint32_t rope_full = empty + 8 * STAGES, rope_empty = rope_full + 16;
+    const uint32_t ready = empty + 8 * STAGES, rope_full = ready + 8 * STAGES, rope_empty = rope_full + 16;
     if (tid == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(full + 8 * i, 1);
             barrier_init(empty + 8 * i, 8);
+            barrier_init(ready + 8 * i, 1);
         }
         for (int i = 0; i < 2; ++i) {
             barrier_init(rope_full + 8 * i, 1);
@@ -250,6 +340,10 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
                 barrier_expect(rope_full + 8 * slot, TILE);
                 fetch(base + AT_ROPE + slot * TILE, &values, RANK + 16, row, rope_full + 8 * slot);
             }
+        } else if (warp == 2) {
+            float reference[GROUPS] = {0.0f, 0.0f, 0.0f, 0.0f};
+            for (int p0 = 0; p0 < pages; p0 += 2)
+                prepare(shared, full, ready, p0, pages, begin, length, lane, reference);
         }
         return;
     }
@@ -258,7 +352,7 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
     float* row_max = reinterpret_cast<float*>(shared + AT_SMALL);
     float* row_alpha = row_max + 2 * PAIRS;
     float* row_scale = row_alpha + PAIRS;
-    float* scale_max = row_scale + PAIRS;
+    const float* step_scales = row_scale + PAIRS;
     const int q4 = lane % 4, r0 = 16 * warp + lane / 4;
     const long first = static_cast<long>(sequence) * pairs + tile;
     load_query(a, shared, tid, first, pairs - tile);
@@ -274,7 +368,7 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
         factor[i] = row_scale[r0 + 8 * i];
         peak[i] = -INFINITY;
     }
-    float reference[GROUPS] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float2 reference = make_float2(0.0f, 0.0f);  // of this warpgroup's two groups of values
     float acc[4][32];
 #pragma unroll
     for (int b = 0; b < 4; ++b)
@@ -285,7 +379,6 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
         const int p = p0 + group;
         const bool mine = p < pages;
         const int stage = p % STAGES;
-        const char* page_scales = shared + AT_SCALES + stage * PAGE * 16;
         const int first_token = begin + p * PAGE;
         const bool whole = first_token + PAGE <= end - (a.rows - 1);
         float s[32];
@@ -301,19 +394,7 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
                 mma_commit();
             }
             barrier_wait(full + 8 * stage, (p / STAGES) & 1);
-            if (first_token + PAGE > length) {  // what stands beyond the length may be anything: zeros
-                for (int i = tid % 128; i < PAGE * 33; i += 128) {
-                    const int token = i / 33, chunk = i % 33;
-                    if (first_token + token >= length) {
-                        char* to = chunk < 32 ? shared + AT_V + stage * V_STAGE + (chunk / 8) * TILE + token * 128 +
-                                                    (chunk % 8) * 16
-                                              : shared + AT_SCALES + (stage * PAGE + token) * 16;
-                        *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
-                    }
-                }
-                proxy_fence();
-                meet(2 + group, 128);
-            }
+            barrier_wait(ready + 8 * stage, (p / STAGES) & 1);
 #pragma unroll
             for (int g = 0; g < GROUPS; ++g) {
                 float t[32];
@@ -329,60 +410,36 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
                     if (lane == 0) barrier_arrive(rope_empty + 8 * group);
                 }
                 hold(t);
-                const float* at = reinterpret_cast<const float*>(page_scales) + g;
+                const float4* at = reinterpret_cast<const float4*>(shared + AT_SCALES) + (stage * GROUPS + g) * 16 + q4;
 #pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    const float x = at[(8 * j + 2 * q4) * 4], y = at[(8 * j + 2 * q4 + 1) * 4];
-                    s[4 * j] += x * t[4 * j];
-                    s[4 * j + 1] += y * t[4 * j + 1];
-                    s[4 * j + 2] += x * t[4 * j + 2];
-                    s[4 * j + 3] += y * t[4 * j + 3];
+                for (int j = 0; j < 4; ++j) {
+                    const float4 x = at[4 * j];
+                    const float scale[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) s[8 * j + e] += scale[e / 4 * 2 + e % 2] * t[8 * j + e];
                 }
             }
+            if (!whole) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j)
+                for (int i = 0; i < 32; ++i)
+                    if (first_token + 8 * (i / 4) + 2 * q4 + i % 2 >= limit[i % 4 / 2]) s[i] = -INFINITY;
+            }
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float& x = s[4 * j + e];
-                    x *= factor[e / 2];
-                    if (!whole && first_token + 8 * j + 2 * q4 + e % 2 >= limit[e / 2]) x = -INFINITY;
-                    high[e / 2] = fmaxf(high[e / 2], x);
-                }
+            for (int i = 0; i < 32; ++i) high[i % 4 / 2] = fmaxf(high[i % 4 / 2], s[i]);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             high[i] = fmaxf(high[i], __shfl_xor_sync(0xffffffff, high[i], 1));
-            high[i] = fmaxf(high[i], __shfl_xor_sync(0xffffffff, high[i], 2));
+            high[i] = factor[i] * fmaxf(high[i], __shfl_xor_sync(0xffffffff, high[i], 2));
             if (q4 == 0) row_max[group * PAIRS + r0 + 8 * i] = high[i];
-        }
-        if (warp == 0) {
-            float4 x = make_float4(0, 0, 0, 0), y = x;
-            if (mine) {
-                x = reinterpret_cast<const float4*>(page_scales)[lane];
-                y = reinterpret_cast<const float4*>(page_scales)[lane + 32];
-            }
-            const float both[4] = {fmaxf(x.x, y.x), fmaxf(x.y, y.y), fmaxf(x.z, y.z), fmaxf(x.w, y.w)};
-#pragma unroll
-            for (int g = 0; g < GROUPS; ++g) {
-                const unsigned most = __reduce_max_sync(0xffffffff, __float_as_uint(both[g]));
-                if (lane == 0) scale_max[group * GROUPS + g] = __uint_as_float(most);
-            }
         }
         meet(1, 256);
 
-        bool changed = false;
-        float own[2] = {1.0f, 1.0f};  // of this warpgroup's two groups of values
-        float into[GROUPS];
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) {
-            const float most = fmaxf(scale_max[g], scale_max[GROUPS + g]);
-            if (most > 1.75f * reference[g]) {
-                if (g / 2 == group) own[g % 2] = reference[g] / most;
-                reference[g] = most;
-                changed = true;
-            }
-            into[g] = reference[g] > 0.0f ? ROOM / reference[g] : 0.0f;
-        }
+        barrier_wait(ready + 8 * (p0 % STAGES), (p0 / STAGES) & 1);
+        const float* step = step_scales + p0 / 2 % 2 * 2 * GROUPS + 2 * group;
+        reference = *reinterpret_cast<const float2*>(step);
+        const float2 shrunk = *reinterpret_cast<const float2*>(step + GROUPS);
+        bool changed = shrunk.x != 1.0f || shrunk.y != 1.0f;
         float from[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -400,27 +457,27 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
         if (mine) {
 #pragma unroll
             for (int i = 0; i < 32; ++i) {
-                s[i] = exp2_fast(s[i] - from[i % 4 / 2]);
+                s[i] = exp2_fast(fmaf(s[i], factor[i % 4 / 2], -from[i % 4 / 2]));
                 total[i % 4 / 2] += s[i];
             }
+            const uint2* at = reinterpret_cast<const uint2*>(shared + AT_NORMED) + stage * GROUPS * 16 + q4;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const float4* at = reinterpret_cast<const float4*>(page_scales) + 16 * j + 2 * q4;
-                const float4 k0 = at[0], k1 = at[1], k2 = at[8], k3 = at[9];
+                __half2 x[2][2];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    x[i % 2][i / 2] = __floats2half2_rn(s[8 * j + 2 * i], s[8 * j + 2 * i + 1]);
 #pragma unroll
                 for (int g = 0; g < GROUPS; ++g) {
-                    const float c = into[g];
-                    const float w0 = c * (g == 0 ? k0.x : g == 1 ? k0.y : g == 2 ? k0.z : k0.w);
-                    const float w1 = c * (g == 0 ? k1.x : g == 1 ? k1.y : g == 2 ? k1.z : k1.w);
-                    const float w2 = c * (g == 0 ? k2.x : g == 1 ? k2.y : g == 2 ? k2.z : k2.w);
-                    const float w3 = c * (g == 0 ? k3.x : g == 1 ? k3.y : g == 2 ? k3.z : k3.w);
+                    const uint2 w = at[g * 16 + 4 * j];
+                    const __half2 w0 = *reinterpret_cast<const __half2*>(&w.x);
+                    const __half2 w1 = *reinterpret_cast<const __half2*>(&w.y);
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        const float* x = s + 8 * j + 2 * i;
-                        const uint32_t word = pack_fp8(x[0] * w0, x[1] * w1, x[4] * w2, x[5] * w3);
                         const int row = r0 + 8 * i;
                         char* to = shared + AT_P + g * TILE + row * 128 + (((4 * group + j) ^ (row & 7)) << 4);
-                        *reinterpret_cast<uint32_t*>(to + 4 * q4) = word;
+                        *reinterpret_cast<uint32_t*>(to + 4 * q4) =
+                            pack_fp8(__hmul2(x[i][0], w0), __hmul2(x[i][1], w1));
                     }
                 }
             }
@@ -436,7 +493,7 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
                 for (int b = 0; b < 4; ++b)
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
-                        acc[b][4 * j + e] *= own[b / 2] * (e % 2 ? alpha.y : alpha.x);
+                        acc[b][4 * j + e] *= (b < 2 ? shrunk.x : shrunk.y) * (e % 2 ? alpha.y : alpha.x);
             }
         }
         const int steps = p0 + 1 < pages ? 4 : 2;
@@ -445,7 +502,7 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
         for (int k = 0; k < 4; ++k) {
             if (k < steps) {
                 const int page = p0 + k / 2, from_stage = page % STAGES;
-                if (k % 2 == 0) barrier_wait(full + 8 * from_stage, (page / STAGES) & 1);
+                if (k == 2) barrier_wait(ready + 8 * from_stage, (page / STAGES) & 1);
                 if (k >= 2) mma_wait<1>();
                 const int token = 32 * (k % 2) + lane;
 #pragma unroll
@@ -501,7 +558,7 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
 #pragma unroll
             for (int b = 0; b < 4; ++b) {
                 const int d = 256 * group + 64 * b + 16 * warp + 2 * (lane / 4);
-                const float scale = inverse * reference[2 * group + b / 2];
+                const float scale = inverse * (b < 2 ? reference.x : reference.y);
                 const float x = acc[b][4 * j + e] * scale, y = acc[b][4 * j + 2 + e] * scale;
                 if (a.splits > 1)
                     *reinterpret_cast<float2*>(a.partial + (static_cast<long>(piece) * a.number + first + r) * RANK + d) =

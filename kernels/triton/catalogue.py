@@ -1,24 +1,13 @@
-"""Every kernel of this package with the arguments of a typical launch, to compile ahead of time.
+"""Every kernel of this package with the arguments of typical launches.
 
-    python -P -m pdmesh.kernels.triton.catalogue      (no device needed, without TRITON_INTERPRET)
-
-compiles them for sm_90 and prints a line of JSON for each: name, bytes of shared memory, registers'
-spilled bytes where the compiler says so, and the seconds it took.
+`pdmesh.kernels.triton.ahead` compiles them without a device. A new kernel needs an `Entry` in
+`ENTRIES`; tests/test_triton_compiles.py says which have none.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
-import sys
-import time
 from dataclasses import dataclass, field
 from typing import Any
-
-SHARED_LIMIT = 227 * 1024
-"""Bytes of shared memory that a program can have on sm_90 (CUDA C++ programming guide, table of
-compute capabilities)."""
-CAPABILITY = 90
 
 
 @dataclass(frozen=True)
@@ -99,6 +88,7 @@ ENTRIES = (
                 "EXPERTS": experts,
                 "ROWS": rows,
                 "STEP": 64,
+                "CHAINED": True,
             },
             {"num_stages": 4},
         )
@@ -127,8 +117,9 @@ ENTRIES = (
                 "TOP_GROUPS": best,
                 "SIZE": size,
                 "SIZE_PADDED": padded,
+                "CHAINED": True,
             },
-            {"num_warps": 1},
+            {"num_warps": 1, "launch_pdl": True},
         )
         for parts, sigmoid, top, groups, best, size, padded in (
             (16, True, 8, 8, 4, 32, 32),
@@ -136,7 +127,9 @@ ENTRIES = (
             (1, False, 6, 1, 1, 64, 64),
         )
     ),
-    Entry("gate", "place_kernel", "*i32! *i32! *i32! *i32! i32!", {"BLOCK": 4096}),
+    Entry(
+        "place", "place_kernel", "*i32! *i32! *i32! *i32! i32!", {"BLOCK": 4096, "CHAINED": True}
+    ),
     Entry(
         "permute",
         "permute_masked_kernel",
@@ -156,50 +149,19 @@ ENTRIES = (
         {"CHOICES": 8, "COLUMNS": 1024},
         {"enable_fp_fusion": False},
     ),
+    Entry("sampling", "top_kernel", "*fp32! *i64! i32! i32!", {"BLOCK": 4096}),
+    Entry(
+        "sampling",
+        "mass_kernel",
+        "*fp32! *fp64! *fp64! *i64! *fp64! i32! i32!",
+        {"BLOCK": 4096, "BLOCKS": 32},
+        {"num_warps": 8},
+    ),
+    Entry(
+        "sampling",
+        "draw_kernel",
+        "*fp32! *fp64! *fp64! *fp64! *i64! *fp64! *i64! i32! i32! i32!",
+        {"BLOCK": 4096, "BLOCKS": 32},
+        {"num_warps": 8},
+    ),
 )
-
-
-def compiled(entry: Entry) -> dict[str, Any]:
-    """Compiles for sm_90: name, shared (bytes), seconds.
-
-    Raises:
-        ValueError: `types` and `constants` are not the kernel's arguments.
-    """
-    from triton import compile as compile_kernel
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = getattr(importlib.import_module(f"{__package__}.{entry.module}"), entry.kernel)
-    types = entry.types.split()
-    names = list(kernel.arg_names)
-    plain = [name for name in names if name not in entry.constants]
-    if len(plain) != len(types) or set(entry.constants) - set(names):
-        raise ValueError(f"{entry.name}: {len(types)} types and constants for {names}")
-    given = dict(zip(plain, types, strict=True))
-    signature = {name: given.get(name, "constexpr").rstrip("!") for name in names}
-    divisible = [["tt.divisibility", 16]]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(name),): value for name, value in entry.constants.items()},
-        attrs={(i,): divisible for i, n in enumerate(names) if given.get(n, "").endswith("!")},
-    )
-    begin = time.perf_counter()
-    done = compile_kernel(source, target=GPUTarget("cuda", CAPABILITY, 32), options=entry.options)
-    took = time.perf_counter() - begin
-    return {"name": entry.name, "shared": done.metadata.shared, "seconds": round(took, 2)}
-
-
-def main() -> None:
-    """Compiles every entry; a line of JSON for each, with `error` where it did not compile."""
-    for entry in ENTRIES:
-        try:
-            line = compiled(entry)
-        except Exception as error:  # noqa: BLE001 - the line says what the compiler said
-            line = {"name": entry.name, "error": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

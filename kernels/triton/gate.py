@@ -13,17 +13,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pdmesh.kernels.gate import GateRule
 from pdmesh.kernels.routing import Places, Routing
 from pdmesh.kernels.triton.launch import power_of_two, rows_of
+from pdmesh.kernels.triton.place import place
 
 CHUNKS = 16
 """Parts of the hidden size."""
 WHOLE_ROWS = 1024
 """From this number of rows on one program adds up all chunks of its tile."""
 NONE = tl.constexpr(-(2**63))
-MAX_PLACES = 4096
 
 
 class Tile(NamedTuple):
@@ -58,7 +59,10 @@ def project_kernel(
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    if CHAINED:
+        gdc_launch_dependents()
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     inside = (expert < experts)[:, None] & (row < rows)[None, :]
@@ -133,13 +137,20 @@ def choose_kernel(
     TOP_GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PADDED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    if CHAINED:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS_PADDED)
     number = tl.arange(0, SIZE_PADDED)[None, :]
     expert = group[:, None] * SIZE + number
     inside = (group[:, None] < GROUPS) & (number < SIZE)
     logits = tl.zeros((GROUPS_PADDED, SIZE_PADDED), dtype=tl.float32)
+    if BIASED:
+        correction = tl.load(bias + expert, mask=inside, other=0.0)
+    if CHAINED:
+        gdc_wait()
     for part in tl.static_range(PARTS):
         at = partials + (part * rows + row) * (GROUPS * SIZE) + expert
         logits += tl.load(at, mask=inside, other=0.0)
@@ -151,7 +162,7 @@ def choose_kernel(
         scores = scores / tl.sum(tl.sum(scores, axis=1), axis=0)
     choice = scores
     if BIASED:
-        choice += tl.load(bias + expert, mask=inside, other=0.0)
+        choice += correction
     if TOP_GROUPS < GROUPS:
         packed = tl.where(inside, pack(key_of(choice), expert), NONE)
         first = tl.max(packed, axis=1)
@@ -183,26 +194,6 @@ def choose_kernel(
     tl.store(weights + row * TOP + place, weight, mask=place < TOP)
 
 
-@triton.jit
-def place_kernel(ids, counts, offsets, places, total, BLOCK: tl.constexpr):
-    expert = tl.program_id(0)
-    seen = tl.zeros((), dtype=tl.int32)
-    before = tl.zeros((), dtype=tl.int32)
-    for start in range(0, total, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < total
-        chosen = tl.load(ids + at, mask=inside, other=-1)
-        hit = chosen == expert
-        place = seen + tl.cumsum(hit.to(tl.int32), axis=0) - 1
-        tl.store(places + at, place, mask=hit)
-        if expert == 0:
-            tl.store(places + at, -1, mask=inside & (chosen < 0))
-        seen += tl.sum(hit.to(tl.int32), axis=0)
-        before += tl.sum(((chosen >= 0) & (chosen < expert)).to(tl.int32), axis=0)
-    tl.store(counts + expert, seen)
-    tl.store(offsets + expert, before)
-
-
 def workspace(rows: int, experts: int, device: torch.device | str) -> Tensor:
     """What `gate_topk` keeps the chunks' sums of logits in."""
     parts = CHUNKS if rows < WHOLE_ROWS else 1
@@ -217,9 +208,7 @@ def new_routing(rows: int, rule: GateRule, device: torch.device | str) -> Routin
 
     weights = torch.empty((rows, rule.top_k), dtype=torch.float32, device=device)
     counts, offsets = integers(rule.num_experts), integers(rule.num_experts)
-    return Routing(
-        integers(rows, rule.top_k), weights, counts, offsets, integers(rows, rule.top_k)
-    )
+    return Routing(integers(rows, rule.top_k), weights, counts, offsets, integers(rows, rule.top_k))
 
 
 def gate_topk(
@@ -232,6 +221,7 @@ def gate_topk(
     out: Routing | None = None,
     work: Tensor | None = None,
     tile: Tile | None = None,
+    chained: bool | None = None,
 ) -> Routing:
     """Projects rows to experts, chooses, and counts: `pdmesh.kernels.routing.gate_topk`.
 
@@ -245,6 +235,8 @@ def gate_topk(
         out: where the result goes; made if it is None.
         work: see `workspace`; made if it is None.
         tile: for tuning.
+        chained: whether a launch may begin before the one before it has ended (programmatic
+            dependent launch, CUDA programming guide); None: on a device.
     """
     rows, stride = rows_of(x)
     experts, hidden = weight.shape
@@ -256,6 +248,8 @@ def gate_topk(
         return out
     work = workspace(rows, experts, x.device) if work is None else work
     parts = work.shape[0]
+    chained = x.is_cuda if chained is None else chained
+    chain = {"launch_pdl": True} if chained else {}
     tile = tile or tile_for(rows, weight.dtype == torch.float32)
     chunk = -(-hidden // (CHUNKS * tile.step)) * tile.step
     grid = (triton.cdiv(experts, tile.experts), triton.cdiv(rows, tile.rows), parts)
@@ -273,6 +267,7 @@ def gate_topk(
         EXPERTS=tile.experts,
         ROWS=tile.rows,
         STEP=tile.step,
+        CHAINED=chained,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -298,33 +293,11 @@ def gate_topk(
         TOP_GROUPS=rule.top_groups if groups > 1 else 1,
         SIZE=size,
         SIZE_PADDED=power_of_two(size),
+        CHAINED=chained,
         num_warps=1,
+        **chain,
     )
-    _place(out.ids, Places(out.counts, out.offsets, out.places))
-    return out
-
-
-def place_choices(ids: Tensor, num_experts: int, *, out: Places | None = None) -> Places:
-    """Counts ids [m, k] int32 and numbers them: `pdmesh.kernels.routing.place_choices`."""
-    if ids.dtype != torch.int32 or not ids.is_contiguous():
-        raise ValueError(f"need contiguous int32, not {ids.dtype} {ids.stride()}")
-    if out is None:
-        counts = ids.new_empty((num_experts,))
-        out = Places(counts, torch.empty_like(counts), torch.empty_like(ids))
-    return _place(ids, out)
-
-
-def _place(ids: Tensor, out: Places) -> Places:
-    block = min(MAX_PLACES, max(16, power_of_two(ids.numel())))
-    place_kernel[(out.counts.shape[0],)](
-        ids,
-        out.counts,
-        out.offsets,
-        out.places,
-        ids.numel(),
-        BLOCK=block,
-        num_warps=min(8, max(1, block // 256)),
-    )
+    place(out.ids, Places(out.counts, out.offsets, out.places), chained)
     return out
 
 

@@ -131,9 +131,7 @@ def permute_contiguous_kernel(
 
 
 @triton.jit
-def unpermute_kernel(
-    parts, targets, weights, out, h, CHOICES: tl.constexpr, COLUMNS: tl.constexpr
-):
+def unpermute_kernel(parts, targets, weights, out, h, CHOICES: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)

@@ -185,6 +185,7 @@ def fp8_gemm(
         split = 1
     space = workspace or shared_workspace(x.values.device)
     bulk = config.bulk and bulk_loads(x.values, weight.values)
+    dependent = config.dependent and x.values.is_cuda
     x_matrix, w_matrix = x.values, weight.values
     if bulk:
         x_matrix = TensorDescriptor.from_tensor(x_matrix, [config.block_m, BLOCK])
@@ -211,9 +212,9 @@ def fp8_gemm(
         SWAP=config.swap,
         BULK=bulk,
         EVEN=k % BLOCK == 0,
-        DEPENDENT=config.dependent,
+        DEPENDENT=dependent,
         num_warps=config.warps,
         num_stages=config.stages,
-        **({"launch_pdl": True} if config.dependent else {}),
+        **({"launch_pdl": True} if dependent else {}),
     )
     return out

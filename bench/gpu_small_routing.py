@@ -1,0 +1,193 @@
+"""Cases of bench/gpu_small.py: the gate, the layouts of experts, sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gpu_small_cases import DEVICE, HIDDEN, Case, distance, normal, poisoned
+
+from pdmesh.kernels import routing
+from pdmesh.kernels import sampling as sampling_definition
+from pdmesh.kernels.gate import GateRule
+from pdmesh.kernels.triton import gate, permute, place, quantise, sampling
+
+EXPERTS, TOP = 256, 8
+V3 = GateRule("noaux_tc", EXPERTS, TOP, 8, 4, True, 2.5)
+
+
+def gate_case(m: int, wide: bool) -> Case:
+    def make(seed: int) -> tuple[Any, ...]:
+        weight = normal(seed + 1, EXPERTS, HIDDEN).float() / HIDDEN**0.5
+        weight = weight + 1e-4 * normal(seed + 5, EXPERTS, HIDDEN).float()
+        bias = normal(seed + 2, EXPERTS).float() / 10
+        weight = weight if wide else weight.to(torch.bfloat16)
+        out = gate.new_routing(m, V3, DEVICE)
+        return normal(seed, m, HIDDEN), weight, bias, out, gate.workspace(m, EXPERTS, DEVICE)
+
+    def run(data: Any, **more: Any) -> Any:
+        x, weight, bias, out, work = data
+        return gate.gate_topk(x, weight, bias, V3, out=out, work=work, **more)
+
+    def error(data: Any) -> float:
+        x, weight, bias, *_ = data
+        got = run(data)
+        logits = x.double() @ weight.double().t()
+        summed = torch.zeros_like(data[4][0])
+        for part in data[4]:
+            summed += part
+        want = torch.sigmoid(logits).gather(1, got.ids.long())
+        want = want / want.sum(dim=1, keepdim=True) * V3.scale
+        places = routing.place_choices(got.ids, EXPERTS)
+        same = all(torch.equal(a, b) for a, b in zip(got[2:], places, strict=True))
+        # The choice is the definition's for the logits that the kernel summed up.
+        chosen, _ = routing.choose_experts(summed, bias, V3)
+        agree = float((chosen == got.ids).all(dim=1).float().mean())
+        errors = (distance(summed, logits), distance(got.weights, want))
+        return max(errors) if same and agree > 0.999 else float("inf")
+
+    return Case(
+        f"gate {'f32' if wide else 'bf16'} {m}",
+        m * HIDDEN * 2 + EXPERTS * HIDDEN * (4 if wide else 2) + m * TOP * 12,
+        make,
+        run,
+        lambda data: routing.gate_topk(*data[:3], V3),
+        error,
+        1e-5,
+    )
+
+
+def permute_case(m: int, contiguous: bool) -> Case:
+    room = routing.contiguous_capacity(m, TOP, EXPERTS) if contiguous else m
+
+    def make(seed: int) -> tuple[Any, ...]:
+        x = quantise.quantise_rows(normal(seed, m, HIDDEN))
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        order = torch.rand((m, EXPERTS), generator=generator, device=DEVICE).argsort(dim=1)
+        ids = order[:, :TOP].int().contiguous()
+        where = place.place_choices(ids, EXPERTS)
+        shape = (room, HIDDEN) if contiguous else (EXPERTS, room, HIDDEN)
+        expert = ids.new_empty((room,)) if contiguous else None
+        out = routing.Permuted(poisoned(*shape), torch.empty_like(ids), expert)
+        return x, ids, where, out
+
+    def run(data: Any, **more: Any) -> Any:
+        x, ids, where, out = data
+        if contiguous:
+            return permute.permute_contiguous(
+                x, ids, where.places, where.counts, room, out=out, **more
+            )
+        return permute.permute_masked(x, ids, where.places, EXPERTS, room, out=out, **more)
+
+    def eager(data: Any) -> Any:
+        x, ids, where, _ = data
+        if contiguous:
+            return routing.permute_contiguous(x, ids, where.places, where.counts, room)
+        return routing.permute_masked(x, ids, where.places, EXPERTS, room)
+
+    def error(data: Any) -> float:
+        x, ids, where, _ = data
+        want, got = eager(data), run(data)
+        at = want.targets.flatten().long()
+        same = torch.equal(got.targets, want.targets)
+        for mine, theirs in zip(got.rows, x, strict=True):
+            mine, theirs = mine.flatten(0, -2), theirs.repeat_interleave(TOP, dim=0)
+            if mine.dtype != torch.float32:
+                mine, theirs = mine.view(torch.uint8), theirs.view(torch.uint8)
+            same &= torch.equal(mine[at], theirs)
+        if contiguous:
+            same &= torch.equal(got.row_expert, want.row_expert)
+        return 0.0 if same else float("inf")
+
+    name = "permute_contiguous" if contiguous else "permute_masked"
+    size = m * HIDDEN * (TOP + 1) * 33 // 32
+    return Case(f"{name} {m}x{HIDDEN}", size, make, run, eager, error, 0.0)
+
+
+def unpermute_case(m: int) -> Case:
+    def make(seed: int) -> tuple[Any, ...]:
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        order = torch.randperm(m * TOP, generator=generator, device=DEVICE)
+        targets = order.int().view(m, TOP)
+        weights = torch.rand((m, TOP), generator=generator, device=DEVICE)
+        parts = normal(seed, m * TOP, HIDDEN)
+        return parts, targets, weights, torch.empty_like(parts[:m])
+
+    def error(data: Any) -> float:
+        parts, targets, weights, out = data
+        out.fill_(torch.nan)
+        got = permute.unpermute(*data[:3], out=out)
+        picked = parts[targets.long()].double()
+        return distance(got, (picked * weights.double().unsqueeze(-1)).sum(dim=1))
+
+    return Case(
+        f"unpermute {m}x{HIDDEN}",
+        m * HIDDEN * 2 * (TOP + 1),
+        make,
+        lambda data, **more: permute.unpermute(*data[:3], out=data[3], **more),
+        lambda data: routing.unpermute(*data[:3]),
+        error,
+        0.005,
+    )
+
+
+def sample_case(m: int, greedy: bool, vocab: int = 129280) -> Case:
+    def make(seed: int) -> tuple[Any, ...]:
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        logits = 3 * torch.randn((m, vocab), generator=generator, device=DEVICE)
+        heat = torch.full((m,), 0.0 if greedy else 0.8, dtype=torch.float64, device=DEVICE)
+        numbers = torch.rand((m,), generator=generator, device=DEVICE, dtype=torch.float64)
+        out = torch.empty(m, dtype=torch.int64, device=DEVICE)
+        return logits, heat, 0 * heat + 0.01, numbers, out, sampling.workspace(m, vocab, DEVICE)
+
+    def error(data: Any) -> float:
+        same = sampling.sample(*data[:4]) == sampling_definition.sample(*data[:4])
+        return float((~same).float().mean())
+
+    return Case(
+        f"sample {'greedy' if greedy else 'random'} {m}x{vocab}",
+        m * vocab * 4,
+        make,
+        lambda data, **more: sampling.sample(*data[:4], out=data[4], work=data[5], **more),
+        lambda data: sampling_definition.sample(*data[:4]),
+        error,
+        0.0,
+    )
+
+
+CASES = (
+    *(gate_case(m, wide) for m in (1, 16, 64, 128, 256, 512, 4096) for wide in (False, True)),
+    *(permute_case(m, contiguous) for m in (128, 256) for contiguous in (False, True)),
+    permute_case(4096, True),
+    *(unpermute_case(m) for m in (128, 256, 4096)),
+    *(sample_case(m, greedy) for m in (128, 256) for greedy in (True, False)),
+)
+
+
+def tunings(case: Case) -> list[dict[str, Any]]:
+    """Launches to try beside the usual one."""
+    name = case.name.split()[0]
+    if name == "gate":
+        tiles = [
+            gate.Tile(*tile)
+            for tile in (
+                (128, 64, 64, 8, 4),
+                (128, 64, 64, 4, 3),
+                (128, 64, 64, 4, 6),
+                (128, 64, 32, 4, 7),
+                (64, 64, 64, 4, 4),
+                (64, 64, 64, 4, 7),
+                (64, 32, 64, 4, 4),
+                (64, 16, 64, 4, 4),
+                (128, 32, 64, 4, 5),
+                (128, 128, 64, 8, 4),
+                (256, 32, 64, 8, 4),
+            )
+        ]
+        return [{}, {"chained": False}, *({"tile": tile} for tile in tiles)]
+    if name == "masked_silu_mul":
+        pairs = [(warps, programs) for warps in (2, 4, 8) for programs in (4, 8, 16, 32)]
+        return [{}, *({"num_warps": w, "programs": p} for w, p in pairs)]
+    if name in ("rope_append", "sample"):
+        return [{}]
+    return [{}, *({"num_warps": warps} for warps in (1, 2, 4, 8, 16))]

@@ -1,0 +1,346 @@
+// Block-scaled FP8 product y = x w^T for sm_90a: x [m, k] with one scale a row and 128 values, w
+// [n, k] with one scale a 128 x 128, y [m, n] bfloat16 (DeepSeek-V3 report, section 3.3.2).
+//
+// A cluster of SPLIT x PAIR thread blocks shares one tile of n. Its SPLIT parts sum different parts
+// of k, and add up through distributed shared memory in a fixed order. Its PAIR members hold
+// different rows of x, and the weight's tiles, which both need, are read once and multicast.
+//
+// A thread block: warps 0-3 and 4-7 multiply 64 rows each, warp 8 keeps the copy engine busy.
+//
+// Compiled with BLOCK_N, SPLIT, PAIR and STAGES defined, after `multiply`, one wgmma of that width.
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+constexpr int BLOCK_M = 128;
+constexpr int GROUP = 128;  // values of k with one scale, and bytes of a swizzled row
+constexpr int CLUSTER = SPLIT * PAIR;
+constexpr int MOST_STEPS = 256;
+constexpr int X_BYTES = BLOCK_M * GROUP;
+constexpr int W_BYTES = BLOCK_N * GROUP;
+constexpr int SCALE_BYTES = BLOCK_M * 4;
+constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
+constexpr int SUM_PITCH = BLOCK_N % 32 == 8 || BLOCK_N % 32 == 24 ? BLOCK_N : BLOCK_N + 8;
+constexpr int SUM_BYTES = BLOCK_M * SUM_PITCH * 4;
+constexpr int RING_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
+constexpr int SCALES_AT = RING_BYTES;
+constexpr int WEIGHT_SCALES_AT = SCALES_AT + STAGES * SCALE_BYTES;
+constexpr int BARRIERS_AT = WEIGHT_SCALES_AT + 2 * MOST_STEPS * 4;
+constexpr int SHARED_BYTES = BARRIERS_AT + 2 * STAGES * 8 + 1024;
+constexpr bool CROSSES = 128 % BLOCK_N != 0;  // a tile may lie in two blocks of weights
+constexpr int THREADS = 288;
+static_assert(BLOCK_N % 8 == 0 && BLOCK_N <= 128 + 8 && W_BYTES % 1024 == 0, "swizzled rows");
+static_assert(SHARED_BYTES <= 227 * 1024 && CLUSTER <= 8, "what a multiprocessor has");
+
+__device__ __forceinline__ uint32_t address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ uint32_t of_rank(uint32_t local, uint32_t rank) {
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
+  return remote;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, int inner, int outer,
+                                     uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map), "r"(inner), "r"(outer), "r"(barrier)
+      : "memory");
+}
+
+// Weights pass by once: the L2 cache need not keep them.
+__device__ __forceinline__ void load_weight(uint32_t to, const CUtensorMap* map, int inner,
+                                            int outer, uint32_t barrier, uint16_t members) {
+  constexpr uint64_t evict_first = 0x12F0000000000000ull;
+  if (PAIR > 1) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
+        "l"(map), "r"(inner), "r"(outer), "r"(barrier), "h"(members), "l"(evict_first)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(inner),
+        "r"(outer), "r"(barrier), "l"(evict_first)
+        : "memory");
+  }
+}
+
+// A K-major tile of 128-byte rows, 128-byte swizzle, 1024 bytes between groups of eight rows.
+__device__ __forceinline__ uint64_t descriptor(uint32_t at) {
+  return static_cast<uint64_t>((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    fp8_gemm(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
+             const __grid_constant__ CUtensorMap scale_map, const float* __restrict__ w_scales,
+             int w_scale_row, __nv_bfloat16* __restrict__ y, int64_t y_stride, int m, int n, int k) {
+  extern __shared__ uint8_t raw[];
+  const uint32_t base = (address(raw) + 1023) & ~1023u;
+  uint8_t* const shared = raw + (base - address(raw));
+  float* const weight_scales = reinterpret_cast<float*>(shared + WEIGHT_SCALES_AT);
+  const uint32_t full = base + BARRIERS_AT, empty = full + STAGES * 8;
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const int part = rank / PAIR, member = rank % PAIR;
+  const int tile = blockIdx.x / CLUSTER;
+  const int groups_m = (m + PAIR * BLOCK_M - 1) / (PAIR * BLOCK_M);
+  const int row0 = (tile % groups_m * PAIR + member) * BLOCK_M;
+  const int column0 = tile / groups_m * BLOCK_N;
+  const int steps = (k + GROUP - 1) / GROUP;
+  const int first = steps * part / SPLIT, count = steps * (part + 1) / SPLIT - first;
+
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; ++s) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + s * 8) : "memory");
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + s * 8), "r"(8 * PAIR)
+                   : "memory");
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  const int block = column0 / 128, blocks = (n + 127) / 128;
+  const int next_block = min(block + 1, blocks - 1);
+  for (int i = threadIdx.x; i < count; i += THREADS) {
+    weight_scales[i] = w_scales[block * w_scale_row + first + i];
+    if (CROSSES) weight_scales[MOST_STEPS + i] = w_scales[next_block * w_scale_row + first + i];
+  }
+  __syncthreads();
+  if (CLUSTER > 1) cluster_sync();
+
+  if (warp == 8) {
+    if (lane == 0) {
+      const uint16_t members = ((1 << PAIR) - 1) << (part * PAIR);
+      const auto expect = [&](int i) {
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                         full + i % STAGES * 8),
+                     "r"(X_BYTES + W_BYTES + SCALE_BYTES)
+                     : "memory");
+      };
+      const auto weights = [&](int i) {
+        const int s = i % STAGES;
+        if (PAIR == 1 || i % PAIR == member)
+          load_weight(base + s * STAGE_BYTES + X_BYTES, &w_map, (first + i) * GROUP, column0,
+                      full + s * 8, members);
+      };
+      const auto rows = [&](int i) {
+        const int s = i % STAGES;
+        load(base + s * STAGE_BYTES, &x_map, (first + i) * GROUP, row0, full + s * 8);
+        load(base + SCALES_AT + s * SCALE_BYTES, &scale_map, row0, first + i, full + s * 8);
+      };
+      const int ahead = min(count, STAGES);
+      for (int i = 0; i < ahead; ++i) {
+        expect(i);
+        weights(i);
+      }
+      // x is the output of the kernel before; the weights are not.
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      for (int i = 0; i < ahead; ++i) rows(i);
+      for (int i = ahead; i < count; ++i) {
+        wait(empty + i % STAGES * 8, (i / STAGES - 1) & 1);
+        expect(i);
+        weights(i);
+        rows(i);
+      }
+    }
+    __syncwarp();
+    if (CLUSTER > 1) {
+      cluster_sync();
+      cluster_sync();
+    }
+    return;
+  }
+
+  const int half = warp / 4;
+  const int row = half * 64 + warp % 4 * 16 + lane / 4;  // and row + 8
+  const int boundary = CROSSES ? ((block + 1) * 128 - column0) / 8 : BLOCK_N / 8;
+  float sums[BLOCK_N / 2], product[BLOCK_N / 2];
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 2; ++i) sums[i] = 0;
+  for (int i = 0; i < count; ++i) {
+    const int s = i % STAGES;
+    wait(full + s * 8, (i / STAGES) & 1);
+    const float* scales = reinterpret_cast<const float*>(shared + SCALES_AT + s * SCALE_BYTES);
+    const float upper = scales[row], lower = scales[row + 8];
+    const float near = weight_scales[i], far = CROSSES ? weight_scales[MOST_STEPS + i] : near;
+    const uint64_t a = descriptor(base + s * STAGE_BYTES + half * 64 * GROUP);
+    const uint64_t b = descriptor(base + s * STAGE_BYTES + X_BYTES);
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 2; ++j) asm volatile("" : "+f"(product[j])::"memory");
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int part32 = 0; part32 < 4; ++part32)
+      multiply(product, a + 2 * part32, b + 2 * part32, part32 > 0);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 2; ++j) asm volatile("" : "+f"(product[j])::"memory");
+    __syncwarp();
+    if (lane < PAIR) {
+      const uint32_t barrier = empty + s * 8;
+      const uint32_t theirs = CLUSTER > 1 ? of_rank(barrier, part * PAIR + lane) : barrier;
+      if (CLUSTER > 1)
+        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(theirs)
+                     : "memory");
+      else
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+    }
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 8; ++j) {
+      const float weight = !CROSSES || j < boundary ? near : far;
+      sums[4 * j] += product[4 * j] * (upper * weight);
+      sums[4 * j + 1] += product[4 * j + 1] * (upper * weight);
+      sums[4 * j + 2] += product[4 * j + 2] * (lower * weight);
+      sums[4 * j + 3] += product[4 * j + 3] * (lower * weight);
+    }
+  }
+
+  // Every tile of this thread block has arrived: the ring's memory takes the sums.
+  asm volatile("bar.sync 1, 256;" ::: "memory");
+  float* const mine = reinterpret_cast<float*>(shared);
+#pragma unroll
+  for (int j = 0; j < BLOCK_N / 8; ++j) {
+    float* const to = mine + row * SUM_PITCH + 8 * j + lane % 4 * 2;
+    *reinterpret_cast<float2*>(to) = make_float2(sums[4 * j], sums[4 * j + 1]);
+    *reinterpret_cast<float2*>(to + 8 * SUM_PITCH) = make_float2(sums[4 * j + 2], sums[4 * j + 3]);
+  }
+  if (CLUSTER > 1)
+    cluster_sync();
+  else
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+  constexpr int ROWS = BLOCK_M / SPLIT, QUADS = BLOCK_N / 4;
+  for (int i = threadIdx.x; i < ROWS * QUADS; i += 256) {
+    const int r = part * ROWS + i / QUADS, c = i % QUADS * 4;
+    float total[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int p = 0; p < SPLIT; ++p) {
+      const uint32_t local = base + (r * SUM_PITCH + c) * 4;
+      float v[4];
+      if (CLUSTER > 1) {
+        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                     : "r"(of_rank(local, p * PAIR + member)));
+      } else {
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                     : "r"(local));
+      }
+      for (int e = 0; e < 4; ++e) total[e] += v[e];
+    }
+    if (row0 + r < m && column0 + c < n) {
+      __nv_bfloat162 pair[2] = {__floats2bfloat162_rn(total[0], total[1]),
+                                __floats2bfloat162_rn(total[2], total[3])};
+      *reinterpret_cast<uint2*>(y + (row0 + r) * y_stride + column0 + c) =
+          *reinterpret_cast<uint2*>(pair);
+    }
+  }
+  if (CLUSTER > 1) cluster_sync();
+}
+
+namespace {
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                            const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                            const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+Encode encoder() {
+  static Encode found = [] {
+    void* symbol = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault,
+                                     &result);
+    return reinterpret_cast<Encode>(symbol);
+  }();
+  return found;
+}
+
+CUresult describe(CUtensorMap* map, CUtensorMapDataType type, const void* data, uint64_t inner,
+                  uint64_t outer, uint64_t stride_bytes, uint32_t box_inner, uint32_t box_outer,
+                  CUtensorMapSwizzle swizzle) {
+  const cuuint64_t sizes[2] = {inner, outer}, strides[1] = {stride_bytes};
+  const cuuint32_t box[2] = {box_inner, box_outer}, ones[2] = {1, 1};
+  return encoder()(map, type, 2, const_cast<void*>(data), sizes, strides, box, ones,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+cudaLaunchConfig_t launch(int m, int n, cudaStream_t stream, cudaLaunchAttribute* attributes,
+                          int dependent) {
+  cudaLaunchConfig_t config = {};
+  const int groups_m = (m + PAIR * BLOCK_M - 1) / (PAIR * BLOCK_M);
+  config.gridDim = dim3(groups_m * ((n + BLOCK_N - 1) / BLOCK_N) * CLUSTER);
+  config.blockDim = dim3(THREADS);
+  config.dynamicSmemBytes = SHARED_BYTES;
+  config.stream = stream;
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = CLUSTER;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attributes;
+  config.numAttrs = dependent ? 2 : 1;
+  return config;
+}
+
+}  // namespace
+
+// 0, or a cudaError_t, or 10000 plus a CUresult. x_step: floats between two groups of x's scales.
+extern "C" int fp8_gemm_launch(const void* x, const float* x_scales, int64_t x_step, const void* w,
+                               const float* w_scales, int w_scale_row, void* y, int64_t y_stride,
+                               int m, int n, int k, int dependent, void* stream) {
+  static bool prepared[64];
+  int device = 0;
+  cudaError_t failed = cudaGetDevice(&device);
+  if (failed == cudaSuccess && !prepared[device % 64])
+    failed =
+        cudaFuncSetAttribute(fp8_gemm, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+  if (failed != cudaSuccess) return failed;
+  prepared[device % 64] = true;
+  if (encoder() == nullptr) return cudaErrorSymbolNotFound;
+  CUtensorMap x_map, w_map, scale_map;
+  const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  CUresult bad = describe(&x_map, bytes, x, k, m, k, GROUP, BLOCK_M, CU_TENSOR_MAP_SWIZZLE_128B);
+  if (!bad) bad = describe(&w_map, bytes, w, k, n, k, GROUP, BLOCK_N, CU_TENSOR_MAP_SWIZZLE_128B);
+  if (!bad)
+    bad = describe(&scale_map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, x_scales, m, (k + 127) / 128,
+                   x_step * 4, BLOCK_M, 1, CU_TENSOR_MAP_SWIZZLE_NONE);
+  if (bad) return 10000 + bad;
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config =
+      launch(m, n, static_cast<cudaStream_t>(stream), attributes, dependent);
+  return cudaLaunchKernelEx(&config, fp8_gemm, x_map, w_map, scale_map, w_scales, w_scale_row,
+                            static_cast<__nv_bfloat16*>(y), y_stride, m, n, k);
+}
+
+// Clusters that run at a time, or less than 0.
+extern "C" int fp8_gemm_clusters() {
+  cudaFuncSetAttribute(fp8_gemm, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = launch(128, 128, nullptr, attributes, 0);
+  int clusters = -1;
+  return cudaOccupancyMaxActiveClusters(&clusters, fp8_gemm, &config) == cudaSuccess ? clusters : -1;
+}

@@ -1,0 +1,72 @@
+"""Which backend computes a block-scaled FP8 product, by its shape and by what is there: pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+DENSE = ("split", "deep_gemm", "cublaslt", "torch")
+"""`triton.splitk_gemm`, `deep_gemm_backend`, `cublaslt_backend`, `quantised`."""
+GROUPED = ("deep_gemm", "triton", "torch")
+"""`deep_gemm_backend`, `triton.grouped_gemm`, `quantised`."""
+
+
+class Choice(NamedTuple):
+    """A backend and why, in a sentence without a full stop."""
+
+    backend: str
+    reason: str
+
+
+class Measured(NamedTuple):
+    """Median microseconds up to so many rows, by backend, on one H200."""
+
+    rows: int
+    times: Mapping[str, float]
+
+
+MEASURED: dict[tuple[int, int], tuple[Measured, ...]] = {}
+"""By (n, k): bench/gpu_gemm.py."""
+
+MANY_ROWS = 512
+"""From here on a product has tiles enough without a split."""
+
+
+def choose_dense(m: int, n: int, k: int, missing: Mapping[str, str]) -> Choice:
+    """Backend of x [m, k] times weight [n, k].
+
+    Args:
+        missing: why a backend cannot be used for this shape, in a sentence, by its name. `torch`
+            can always be used.
+    """
+    for measured in MEASURED.get((n, k), ()):
+        if m <= measured.rows:
+            order = sorted(measured.times, key=lambda name: measured.times[name])
+            for place, name in enumerate(order):
+                if name in missing:
+                    continue
+                took = f"{measured.times[name]:.1f} us at {measured.rows} rows"
+                if place == 0:
+                    return Choice(name, f"the fastest that was measured, {took}")
+                return Choice(name, f"{took}, the fastest there is: {_why(order[:place], missing)}")
+            break
+    order = list(DENSE if m < MANY_ROWS else (*DENSE[1:3], DENSE[0], DENSE[3]))
+    what = "few rows, so sums are split" if m < MANY_ROWS else "many rows, so tiles fill a device"
+    return _first(order, what, missing)
+
+
+def choose_grouped(missing: Mapping[str, str]) -> Choice:
+    """Backend of the experts' products, masked or contiguous; `missing` as in `choose_dense`."""
+    return _first(list(GROUPED), "the fastest for experts", missing)
+
+
+def _first(order: list[str], what: str, missing: Mapping[str, str]) -> Choice:
+    for place, name in enumerate(order):
+        if name not in missing or name == "torch":
+            reason = what if place == 0 else _why(order[:place], missing)
+            return Choice(name, reason)
+    raise AssertionError("torch is in every order")
+
+
+def _why(names: list[str], missing: Mapping[str, str]) -> str:
+    return "; ".join(f"not {name}, as {missing[name]}" for name in names if name in missing)
