@@ -7,8 +7,9 @@ combine are copies within the device of what the rank would receive and send.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,6 +190,7 @@ class Block:
     ) -> None:
         self.rank, self.w, self.state, self.layer, self.ops = rank, weights, state, layer, ops
         self.noted: dict[str, tuple[Any, ...]] | None = None
+        self.shared_processors: int | None = None
 
     def run(self, name: str, *arguments: Any) -> Any:
         """Calls what was chosen for the step."""
@@ -237,9 +239,10 @@ class Block:
         return self.run("o_proj", rows, w.o_proj)
 
     def shared(self, rows: Rows) -> Tensor:
-        """The shared expert."""
-        middle = self.run("shared_act", self.run("shared_up", rows, self.w.shared_up))
-        return self.run("shared_down", middle, self.w.shared_down)
+        """The shared expert; DeepGEMM's part of it on `shared_processors`, if that is given."""
+        with processors(self.shared_processors):
+            middle = self.run("shared_act", self.run("shared_up", rows, self.w.shared_up))
+            return self.run("shared_down", middle, self.w.shared_down)
 
     def experts(self, arrived: Rows) -> Tensor:
         """The routed experts of this rank: [experts, rows, 7168]."""
@@ -285,6 +288,22 @@ class Block:
         rows, _ = self.run("post_norm", out, residual, self.w.post_norm, EPS)
         middle = self.run("dense_act", self.run("dense_up", rows, self.w.dense_up))
         return self.run("dense_down", middle, self.w.dense_down)
+
+
+@contextlib.contextmanager
+def processors(count: int | None) -> Iterator[None]:
+    """Multiprocessors that DeepGEMM's kernels launched here may take."""
+    if count is None:
+        yield
+        return
+    import deep_gemm
+
+    before = deep_gemm.get_num_sms()
+    deep_gemm.set_num_sms(count)
+    try:
+        yield
+    finally:
+        deep_gemm.set_num_sms(before)
 
 
 def copied_rows(arrived: Rows) -> Rows:

@@ -3,8 +3,9 @@
     python -P bench/gpu_layer.py [--ranks ep128 ep8] [--json FILE]     (needs a Hopper GPU)
 
 `ep128` is a rank of 128: batch 128, two rows a sequence, 5,000 latents a sequence, all heads, two
-routed experts of 1,024 rows; `ep8` a rank of eight with 32 experts of 64 rows. Dispatch and combine
-are copies within the device of what the rank would receive and send.
+routed experts of 1,024 rows; `ep8` a rank of eight with 32 experts of 64 rows; `tp8` one of eight
+ranks that share one sequence's attention, 16 heads each. Dispatch and combine are copies within the
+device of what the rank would receive and send; sums over ranks of tensor parallelism are left out.
 
 Every step's candidates (libraries, this project's kernels) are checked by its definition and timed
 in one process on the values it has in the layer, weights cold; the fastest correct one runs in the
@@ -15,11 +16,13 @@ time of a layer is that of a graph of several layers, each with weights and page
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +41,25 @@ from gpu_timing import (  # noqa: E402
     error,
     kernel_gaps,
     replay_times,
+    sustained,
     timed,
 )
 from gpu_warm import compile_products, layer_jobs  # noqa: E402
 
-RANKS = {"ep128": Rank("EP128", 128), "ep8": Rank("EP8", 8)}
-SETS = {"ep128": 8, "ep8": 4}
+RANKS = {
+    "ep128": Rank("EP128", 128),
+    "ep8": Rank("EP8", 8),
+    "tp8": Rank("EP8 TP8", 8, batch=1, heads=16, senders=8),
+}
+SETS = {"ep128": 8, "ep8": 4, "tp8": 4}
 ATTENTION = ("input_norm", "qkv_a", "q_norm", "q_b", "rope_append", "absorb", "mla", "values")
 EXPERTS = ("dispatch", "routed_up", "routed_act", "routed_down", "combine_send", "combine_sum")
 SHARED = ("shared_up", "shared_act", "shared_down")
 ORDER = (*ATTENTION, "o_proj", "post_norm", "gate", *SHARED, *EXPERTS)
 DENSE_ORDER = ["dense_up", "dense_act", "dense_down"]
 COPIES = ("dispatch", "combine_send")
-AIM = {"ep128": 900.0, "ep8": 1120.0}
+AIM = {"ep128": 900.0, "ep8": 1120.0, "tp8": math.nan}
+MODES = ("in_line", "side", "side_66", "dependent")
 SEED_H100 = {"qkv_a": "16.7", "routed_up": {"EP8": "555 (both)", "EP128": "270 (both, two halves)"}}
 
 
@@ -124,34 +133,52 @@ def layer_error(blocks: Sequence[Block], table: dict[str, Step]) -> float:
     return error(got, plain(state.x, state.residual.clone()))
 
 
-def whole_layer(blocks: Sequence[Block], pdl: bool) -> dict[str, Any]:
-    """The layer in a graph: shared expert in line or on a second stream, and gaps of the former."""
-    found: dict[str, Any] = {}
-    for name, side in (("in_line", None), ("side", torch.cuda.Stream())):
-        graph = capture(chain(blocks, side))
-        found[name] = statistics.median(replay_times(graph, 20)) / len(blocks)
-        if name == "in_line":
-            gaps = kernel_gaps(graph)
-            if gaps is not None:
-                found["busy"] = gaps["busy"] / len(blocks)
-                found["kernels"] = gaps["kernels"] / len(blocks)
-                found["gap_share"] = 1 - found["busy"] / found["in_line"]
-        del graph
-    if pdl:
-        import deep_gemm
+def whole_layer(blocks: Sequence[Block], clocks: Clocks) -> dict[str, Any]:
+    """The layer in graphs: in line, with the shared expert beside, with dependent launches.
 
-        deep_gemm.set_pdl(True)
-        try:
-            graph = capture(chain(blocks, None))
-            found["in_line_pdl"] = statistics.median(replay_times(graph, 20)) / len(blocks)
-        finally:
-            deep_gemm.set_pdl(False)
+    The fastest is also run for seconds without a pause.
+    """
+    found: dict[str, Any] = {}
+    graphs = {}
+    for name, side, sms in (
+        ("in_line", None, None),
+        ("side", torch.cuda.Stream(), None),
+        ("side_66", torch.cuda.Stream(), 66),
+        ("dependent", None, None),
+    ):
+        with library_settings(name == "dependent"):
+            for block in blocks:
+                block.shared_processors = sms
+            graphs[name] = capture(chain(blocks, side))
+        found[name] = statistics.median(replay_times(graphs[name], 20)) / len(blocks)
+    gaps = kernel_gaps(graphs["in_line"])
+    if gaps is not None:
+        found |= {key: value / len(blocks) for key, value in gaps.items()}
+        found["gap_share"] = 1 - gaps["busy"] / gaps["span"]
+    found["best"] = min(graphs, key=lambda name: found[name])
+    taken, at = sustained(graphs[found["best"]], clocks)
+    found["sustained"], found["sustained_clocks"] = taken / len(blocks), at
     return found
 
 
-def measure(key: str, sets: int) -> dict[str, Any]:
+@contextlib.contextmanager
+def library_settings(dependent: bool) -> Iterator[None]:
+    """DeepGEMM with programmatic dependent launch, if it is there."""
+    try:
+        import deep_gemm
+    except ImportError:
+        yield
+        return
+    deep_gemm.set_pdl(dependent)
+    try:
+        yield
+    finally:
+        deep_gemm.set_pdl(False)
+
+
+def measure(key: str, sets: int, clocks: Clocks) -> dict[str, Any]:
     rank = RANKS[key]
-    bound = bounds.moe_layer(rank.batch, rank.query, rank.kv, rank.ranks)
+    bound = bounds.moe_layer(rank.batch, rank.query, rank.kv, rank.ranks, rank.heads)
     table = steps()
     print(f"\n{rank.name}: {rank.experts} experts of {rank.rows} rows, batch {rank.batch}")
     began = time.perf_counter()
@@ -168,7 +195,7 @@ def measure(key: str, sets: int) -> dict[str, Any]:
         block.noted = None
         block.ops = {name: measured.run for name, measured in chosen.items()}
     wrong = layer_error(blocks, table)
-    whole = whole_layer(blocks, pdl=True)
+    whole = whole_layer(blocks, clocks)
     sum_of_steps = sum(chosen[name].microseconds for name in ORDER)
     copies = sum(chosen[name].microseconds for name in COPIES)
     result = {
@@ -187,14 +214,15 @@ def measure(key: str, sets: int) -> dict[str, Any]:
 
 def print_layer(key: str, result: dict[str, Any]) -> None:
     whole = result["layer"]
+    modes = ", ".join(f"{name} {whole[name]:.1f}" for name in MODES)
     print(
-        f"  layer {whole['in_line']:.1f} us in line, {whole['side']:.1f} with the shared expert"
-        f" beside, {whole.get('in_line_pdl', float('nan')):.1f} with dependent launch;"
-        f" steps {result['sum_of_steps_us']:.1f}, copies among them {result['copies_us']:.1f};"
-        f"\n  bound {result['bound_us']:.1f}, aim {AIM[key]:.0f};"
-        f" error {result['layer_error']:.2g};"
-        f" gaps {whole.get('gap_share', float('nan')):.1%}"
-        f" of {whole.get('kernels', float('nan')):.0f} kernels",
+        f"  layer: {modes} us; sustained {whole['sustained']:.1f} ({whole['best']})"
+        f" at {whole['sustained_clocks'].get('clocks.sm')} MHz;"
+        f" steps {result['sum_of_steps_us']:.1f}, copies among them {result['copies_us']:.1f},"
+        f" public ones {result['public_us']:.1f};\n"
+        f"  bound {result['bound_us']:.1f}, aim {AIM[key]:.0f}; error {result['layer_error']:.2g};"
+        f" gaps {whole.get('gap_share', math.nan):.1%} of {whole.get('span', math.nan):.1f} us,"
+        f" {whole.get('kernels', math.nan):.0f} kernels",
         flush=True,
     )
 
@@ -235,7 +263,7 @@ def measure_rest() -> dict[str, float]:
         torch.randn(bounds.VOCABULARY, bounds.HIDDEN, device="cuda", dtype=torch.bfloat16)
         for _ in range(2)
     ]
-    logits = timed([lambda w=w: (x @ w.t()).float() for w in heads], 2)
+    logits = timed([lambda w=w: torch.mm(x, w.t(), out_dtype=torch.float32) for w in heads], 2)
     print(
         f"  head          {logits:7.1f} us  bound {bounds.head(256).microseconds(bounds.H200):.1f}"
     )
@@ -269,7 +297,7 @@ def main() -> None:
 
     with torch.inference_mode(), Clocks() as clocks:
         for key in args.ranks:
-            found[key] = measure(key, SETS[key])
+            found[key] = measure(key, SETS[key], clocks)
             torch.cuda.empty_cache()
             save()
         if args.rest:

@@ -45,8 +45,9 @@ class FlashMla:
 
         key = (lengths.data_ptr(), rows, query.shape[1])
         if key not in self._plans:
-            self._plans[key] = Plan(lengths, rows, query.shape[1])
-        return self._plans[key].decode(query, pages, table, lengths, rows, scale)
+            # The lengths are kept: no other batch's may come to lie where they were.
+            self._plans[key] = Plan(lengths, rows, query.shape[1]), lengths
+        return self._plans[key][0].decode(query, pages, table, lengths, rows, scale)
 
 
 class FlashInferMla:
@@ -65,8 +66,8 @@ class FlashInferMla:
             workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=query.device)
             plan = Decode(workspace, table.shape[0], table.shape[1], graph=True)
             plan.plan(table.cpu(), lengths.cpu(), rows, query.shape[1], pages.shape[1], scale)
-            self._plans[key] = plan
-        return self._plans[key].run(query, pages)
+            self._plans[key] = plan, lengths
+        return self._plans[key][0].run(query, pages)
 
 
 def attention_reference(

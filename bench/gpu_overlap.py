@@ -29,8 +29,8 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from bounds import COMBINE_BYTES, DISPATCH_BYTES, TOP_K  # noqa: E402
 from gpu_block import EPS, Block, Rank, State, Weights  # noqa: E402
-from gpu_choices import steps  # noqa: E402
-from gpu_layer import usable  # noqa: E402
+from gpu_choices import choose, steps  # noqa: E402
+from gpu_layer import ORDER, blocks_of, note, usable  # noqa: E402
 from gpu_timing import Clocks, capture, replay_times  # noqa: E402
 from gpu_warm import compile_products, layer_jobs  # noqa: E402
 from reading import PUBLISHED_EP128, auto_loss, crossover, gain, interpolate  # noqa: E402
@@ -39,6 +39,8 @@ from triton.language.extra.cuda import globaltimer  # noqa: E402
 
 from pdmesh.model.parallel.schedule import WHOLE, Mode, Stage, plan_schedule  # noqa: E402
 
+CHOSEN_AT = (8, 32, 128)
+"""Batches at which every step's candidates are measured."""
 MODES: tuple[Mode, ...] = ("no_overlap", "dispatch_overlap", "microbatch")
 
 
@@ -151,8 +153,13 @@ def layer_time(flows: dict[int, Flow], mode: Mode, layers: int, wire: Wire) -> f
     return statistics.median(replay_times(graph, 7)) / layers
 
 
+def nearest(chosen: dict[int, dict[str, Any]], batch: int) -> dict[str, Any]:
+    """What was chosen at the largest batch that is not larger, or at the smallest."""
+    return chosen[max((n for n in chosen if n <= batch), default=min(chosen))]
+
+
 def measure(
-    batches: Sequence[int], layers: int, ops: dict[str, Any]
+    batches: Sequence[int], layers: int, chosen: dict[int, dict[str, Any]]
 ) -> dict[int, dict[str, float]]:
     wire = Wire(2 * max(batches))
     weights = [Weights(Rank("EP128", 128, batch=1), 10 + n) for n in range(3)]
@@ -160,10 +167,12 @@ def measure(
     for batch in batches:
         halves = (batch - batch // 2, batch // 2)
         parts = {
-            number: flow(Rank("half", 128, batch=count), weights, ops, 20 + number)
+            number: flow(
+                Rank("half", 128, batch=count), weights, nearest(chosen, count), 20 + number
+            )
             for number, count in enumerate(halves)
         }
-        whole = {WHOLE: flow(Rank("whole", 128, batch=batch), weights, ops, 30)}
+        whole = {WHOLE: flow(Rank("whole", 128, batch=batch), weights, nearest(chosen, batch), 30)}
         found[batch] = {
             mode: layer_time(parts if mode == "microbatch" else whole, mode, layers, wire)
             for mode in MODES
@@ -175,12 +184,14 @@ def measure(
     return found
 
 
-def default_ops() -> dict[str, Any]:
-    """The first candidate of each step that runs; this project's before libraries'."""
-    table = steps()
-    for step in table.values():
-        step.candidates.sort(key=lambda candidate: not candidate.own)
-    return {name: usable(step) for name, step in table.items()}
+def chosen_ops(batch: int) -> dict[str, Any]:
+    """The fastest correct candidate of each step at this batch."""
+    rank, table = Rank("chosen", 128, batch=batch), steps()
+    blocks = blocks_of(rank, 3, {name: usable(step) for name, step in table.items()})
+    note(blocks)
+    chosen, _ = choose(blocks, table, ORDER, lambda name, best, tried: None)
+    print(f"batch {batch}: " + ", ".join(f"{n} {m.name}" for n, m in chosen.items()), flush=True)
+    return {name: measured.run for name, measured in chosen.items()}
 
 
 def main() -> None:
@@ -196,7 +207,7 @@ def main() -> None:
         tokens = sorted({b * q for b in args.batches for q in (1, 2)})
         compile_products(layer_jobs(tokens, [(2, 4 * count) for count in tokens]), 12)
     with torch.inference_mode(), Clocks() as clocks:
-        rows = measure(args.batches, args.layers, default_ops())
+        rows = measure(args.batches, args.layers, {n: chosen_ops(n) for n in CHOSEN_AT})
     gains = gain(rows, "microbatch", "dispatch_overlap")
     begins = crossover(gains)
     print("microbatch beside dispatch_overlap:", {b: f"{g:+.1%}" for b, g in gains.items()})

@@ -144,7 +144,7 @@ def pick(
         fresh: a copy of what an operation changes in place, for the comparison.
         rounds: how many times a graph goes over the calls.
     """
-    first = calls[0]
+    first = fresh(calls[0])
     expected = look(reference(*fresh(first)), first)
     found = []
     for candidate in candidates:
@@ -193,28 +193,36 @@ class Clocks:
         self._process.terminate()
         self._process.wait()
 
-    def summary(self) -> dict[str, Any]:
-        """Of each: lowest, median, highest."""
+    def summary(self, begin: int = 0) -> dict[str, Any]:
+        """Of each, from the `begin`-th sample on: lowest, median, highest."""
+        samples = self.samples[begin:]
         return (
             {
                 name: [min(column), statistics.median(column), max(column)]
                 for name, column in zip(
-                    self.QUERY.split(","), zip(*self.samples, strict=True), strict=True
+                    self.QUERY.split(","), zip(*samples, strict=True), strict=True
                 )
             }
-            if self.samples
+            if samples
             else {}
         )
 
 
-def kernel_gaps(graph: torch.cuda.CUDAGraph) -> dict[str, float] | None:
-    """Of one replay under the profiler: span and time in which some kernel ran (us), kernels.
+def kernel_gaps(graph: torch.cuda.CUDAGraph, replays: int = 3) -> dict[str, float] | None:
+    """Under the profiler, median of some replays: span and time in which some kernel ran (us).
 
     None where the profiler sees no kernels.
     """
+    found = [one for one in (_profiled(graph) for _ in range(replays)) if one is not None]
+    if not found:
+        return None
+    return {key: statistics.median(one[key] for one in found) for key in found[0]}
+
+
+def _profiled(graph: torch.cuda.CUDAGraph) -> dict[str, float] | None:
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         graph.replay()
         torch.cuda.synchronize()
     spans = sorted(
@@ -229,3 +237,21 @@ def kernel_gaps(graph: torch.cuda.CUDAGraph) -> dict[str, float] | None:
         busy += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     return {"span": reached - spans[0][0], "busy": busy, "kernels": float(len(spans))}
+
+
+def sustained(
+    graph: torch.cuda.CUDAGraph, clocks: Clocks, seconds: float = 2.0
+) -> tuple[float, dict[str, Any]]:
+    """Median microseconds of a replay in the second half of `seconds` of nothing else.
+
+    And the clocks in that half: a card may lower them for its power limit.
+    """
+    estimate = statistics.median(replay_times(graph, 3))
+    each = max(5, int(0.1 * seconds * 1e6 / estimate))
+    times: list[float] = []
+    for part in range(10):
+        if part == 5:
+            begin = len(clocks.samples)
+        taken = replay_times(graph, each)
+        times += taken if part >= 5 else []
+    return statistics.median(times), clocks.summary(begin)

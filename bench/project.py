@@ -3,8 +3,8 @@
     python -P bench/project.py [--layer FILE] [--overlap FILE] [--communication FILE]
 
 A step is 58 MoE layers and the draft's one, three dense layers, and logits for the model and for
-the draft; it gives 1.6 tokens of each of 128 requests (one draft, right six times in ten). A layer's
-time is what `gpu_layer.py` measured without its two copies; dispatch and combine come from
+the draft; it gives 1.6 tokens of each of 128 requests (one draft, right six times in ten). The time
+of a layer is what `gpu_layer.py` measured without its two copies; dispatch and combine come from
 published measurements. Host work between steps, sampling, skew between ranks and the load's
 imbalance are left out, so these are upper limits of what a mesh reaches with these kernels.
 """
@@ -66,7 +66,7 @@ class Projection:
 def parts_of(measured: Mapping[str, Any], rest: Mapping[str, float]) -> Parts:
     """From a rank's entry of `gpu_layer.py`'s JSON and its `rest`."""
     times = {row["step"]: row["us"] for row in measured["steps"]}
-    layer = min(measured["layer"][mode] for mode in ("in_line", "side"))
+    layer = measured["layer"][measured["layer"]["best"]]
     attention = sum(times[name] for name in ATTENTION)
     return Parts(
         layer - measured["copies_us"], attention + sum(rest[n] for n in DENSE), rest["head"]

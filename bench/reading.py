@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 Point = tuple[float, float]
 
@@ -57,3 +57,27 @@ def knee(points: Sequence[Point], slack: float = 0.1) -> float:
             break
         reached = x
     return reached
+
+
+Row = Mapping[str, str]
+
+
+def expert_times(rows: Iterable[Row]) -> dict[int, list[Point]]:
+    """By EP: batch and microseconds of both routed products, from the CSV of `roofline.py`."""
+    sums: dict[int, dict[float, float]] = {}
+    for row in rows:
+        if row["family"] == "grouped":
+            times = sums.setdefault(int(row["ep"]), {})
+            batch = float(row["batch"])
+            times[batch] = times.get(batch, 0.0) + float(row["us"])
+    return {ranks: sorted(times.items()) for ranks, times in sums.items()}
+
+
+def time_a_token(rows: Iterable[Row]) -> dict[int, dict[int, float]]:
+    """By heads and rows a sequence: microseconds of attention over the rows, from the same CSV."""
+    found: dict[int, dict[int, float]] = {}
+    for row in rows:
+        if row["family"] == "mla":
+            query = int(row["query"])
+            found.setdefault(int(row["heads"]), {})[query] = float(row["us"]) / query
+    return found

@@ -32,6 +32,7 @@ from gpu_block import SCALE, Rank, State, random_weight  # noqa: E402
 from gpu_choices import steps  # noqa: E402
 from gpu_timing import Clocks, pick  # noqa: E402
 from gpu_warm import Job, compile_products  # noqa: E402
+from reading import expert_times, knee, time_a_token  # noqa: E402
 
 from pdmesh.kernels.quantised import Rows, quantise_rows  # noqa: E402
 
@@ -189,6 +190,13 @@ def main() -> None:
                     f" {row['bytes'] / row['us'] / 1e6:5.2f} TB/s  {row['tried']}",
                     flush=True,
                 )
+    with args.csv.open() as file:
+        rows = list(csv.DictReader(file))
+    for ep, points in expert_times(rows).items():
+        print(f"EP{ep}: both products within 10 % of batch 1's up to batch {knee(points):.0f}")
+    for heads, times in time_a_token(rows).items():
+        shown = ", ".join(f"{query}: {us:.1f}" for query, us in times.items())
+        print(f"{heads} heads, us for a row of each sequence by rows a sequence: {shown}")
     print("clocks:", clocks.summary())
 
 

@@ -29,7 +29,7 @@ def measured(project, each=10.0, layer=900.0, side=880.0, copies=30.0):
     names = [*project.ATTENTION, "gate", "routed_up"]
     return {
         "steps": [{"step": name, "us": each} for name in names],
-        "layer": {"in_line": layer, "side": side},
+        "layer": {"in_line": layer, "side": side, "best": "side"},
         "copies_us": copies,
     }
 

@@ -55,3 +55,18 @@ def test_a_rule_loses_where_it_takes_the_slower_mode(reading):
 
 def test_the_knee_is_the_last_point_that_costs_no_more_than_the_first(reading):
     assert reading.knee([(1, 50), (2, 51), (4, 54), (8, 56), (16, 52)]) == 4
+
+
+def test_both_products_of_the_experts_are_added_up(reading):
+    both = [
+        {"family": "grouped", "ep": "128", "batch": b, "us": us}
+        for b, us in [("2", "30"), ("2", "20"), ("1", "30"), ("1", "15")]
+    ]
+    assert reading.expert_times([*both, {"family": "dense"}]) == {128: [(1, 45), (2, 50)]}
+
+
+def test_attention_is_told_by_the_row(reading):
+    rows = [
+        {"family": "mla", "heads": "16", "query": q, "us": us} for q, us in [("1", 9), ("2", 10)]
+    ]
+    assert reading.time_a_token(rows) == {16: {1: 9, 2: 5}}
