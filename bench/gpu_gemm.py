@@ -187,19 +187,21 @@ def main() -> None:
     out = Path(os.environ.get("OUT", "."))
     rows_tried = [int(m) for m in given.rows.split(",")]
     wanted = [(0, m, n, k) for n, k in SHAPES.values() for m in rows_tried] + GROUPS
-    compiling = children(compile_deep_gemm, wanted)
+    compiling = [] if given.only else children(compile_deep_gemm, wanted)
+    every: list[Any] = []
+    right: dict[str, float] = {}
     if given.tune:
         from gemm_tune import candidates, cluster_candidates, end_check, start_check, tune
 
-        clustered, every = cluster_candidates(rows_tried), candidates(rows_tried)
-        jobs = start_check(clustered, out)
-        right = end_check(clustered, jobs, out, min(45, given.check_seconds))
-        jobs = start_check(every, out)
-        right |= end_check(every, jobs, out, given.check_seconds)
+        for tried in (cluster_candidates(rows_tried), candidates(rows_tried)):
+            if mine := [c for c in tried if c.op.startswith(given.only)]:
+                jobs = start_check(mine, out)
+                right |= end_check(mine, jobs, out, given.check_seconds)
+                every += mine
     failed = ended(compiling, given.check_seconds)
     print(f"DeepGEMM's kernels: {failed} children failed", flush=True)
     if given.tune:
-        tune([*clustered, *every], right, out, given.time_seconds)
+        tune(every, right, out, given.time_seconds)
     table = Table(out / "gemm.csv")
     generator = torch.Generator("cuda").manual_seed(0)
     splitk_gemm.shared_workspace(torch.device("cuda", torch.cuda.current_device()))
@@ -208,7 +210,7 @@ def main() -> None:
         "heads": lambda: heads(table, generator, [m for m in rows_tried if m >= 64]),
         "grouped": lambda: grouped(table, generator),
     }.items():
-        if name.startswith(given.only) or given.only not in ("dense", "heads", "grouped"):
+        if name.startswith(given.only):
             part()
 
 

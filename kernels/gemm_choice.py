@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-DENSE = ("split", "deep_gemm", "cublaslt", "torch")
-"""`triton.splitk_gemm`, `deep_gemm_backend`, `cublaslt_backend`, `quantised`."""
+DENSE = ("cluster", "split", "deep_gemm", "cublaslt", "torch")
+"""`cuda_gemm`, `triton.splitk_gemm`, `deep_gemm_backend`, `cublaslt_backend`, `quantised`."""
+MANY = ("deep_gemm", "cublaslt", "cluster", "split", "torch")
+"""The same for many rows."""
 GROUPED = ("deep_gemm", "triton", "torch")
 """`deep_gemm_backend`, `triton.grouped_gemm`, `quantised`."""
 
@@ -50,7 +52,7 @@ def choose_dense(m: int, n: int, k: int, missing: Mapping[str, str]) -> Choice:
                     return Choice(name, f"the fastest that was measured, {took}")
                 return Choice(name, f"{took}, the fastest there is: {_why(order[:place], missing)}")
             break
-    order = list(DENSE if m < MANY_ROWS else (*DENSE[1:3], DENSE[0], DENSE[3]))
+    order = list(DENSE if m < MANY_ROWS else MANY)
     what = "few rows, so sums are split" if m < MANY_ROWS else "many rows, so tiles fill a device"
     return _first(order, what, missing)
 

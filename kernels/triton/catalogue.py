@@ -54,7 +54,7 @@ ENTRIES = (
         "quantise",
         "masked_silu_mul_kernel",
         "*bf16! *i32! *fp8e4nv! *fp32! i32 i32! i32! i32! i32!",
-        {"GROUPS": 16, "BLOCKS": 1},
+        {"EXPERTS_PADDED": 32, "GROUPS": 16, "BLOCKS": 1},
     ),
     *(
         Entry(
@@ -106,9 +106,10 @@ ENTRIES = (
             _CHOOSE,
             {
                 "PARTS": parts,
-                "SIGMOID": sigmoid,
                 "BIASED": sigmoid,
                 "COUNTED": sigmoid,
+                "ROWS": 1,
+                "SIGMOID": sigmoid,
                 "NORMALISE": sigmoid,
                 "TOP": top,
                 "TOP_PADDED": 8,

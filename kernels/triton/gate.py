@@ -7,7 +7,7 @@ by the choosing program where there are few: a row's logits do not depend on the
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,14 +17,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pdmesh.kernels.gate import GateRule
 from pdmesh.kernels.routing import Places, Routing
-from pdmesh.kernels.triton.launch import power_of_two, rows_of
+from pdmesh.kernels.triton.choose import choose_rows, expert_columns, rule_constants
+from pdmesh.kernels.triton.launch import rows_of
 from pdmesh.kernels.triton.place import place
 
 CHUNKS = 16
 """Parts of the hidden size."""
 WHOLE_ROWS = 1024
 """From this number of rows on one program adds up all chunks of its tile."""
-NONE = tl.constexpr(-(2**63))
 
 
 class Tile(NamedTuple):
@@ -41,7 +41,48 @@ def tile_for(rows: int, wide: bool) -> Tile:
     """The tile for a number of rows; `wide` where weights are float32."""
     if rows <= 32:
         return Tile(64, 16 if rows <= 16 else 32, 64, 4, 4)
+    if rows < WHOLE_ROWS:
+        return Tile(64, 64, 64, 4, 4)
     return Tile(64 if wide else 128, 64, 64, 4, 4)
+
+
+@triton.jit
+def project_chunk(
+    x,
+    weight,
+    of_row,
+    of_expert,
+    first,
+    hidden,
+    CHUNK: tl.constexpr,
+    EVEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """One chunk's sums [EXPERTS, ROWS] float32, of the columns from `first` on."""
+    sums = tl.zeros((EXPERTS, ROWS), dtype=tl.float32)
+    for step in range(0, CHUNK, STEP):
+        column = first + step + tl.arange(0, STEP)
+        if EVEN:
+            w = tl.load(weight + of_expert + column[None, :])
+            v = tl.load(x + of_row + column[:, None])
+        else:
+            some = column < hidden
+            w = tl.load(weight + of_expert + column[None, :], mask=some[None, :], other=0.0)
+            v = tl.load(x + of_row + column[:, None], mask=some[:, None], other=0.0)
+        if w.dtype == tl.float32:
+            # Three bfloat16 parts hold all 24 bits of a float32.
+            high = w.to(tl.bfloat16)
+            rest = w - high.to(tl.float32)
+            middle = rest.to(tl.bfloat16)
+            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            sums = tl.dot(low, v, sums)
+            sums = tl.dot(middle, v, sums)
+            sums = tl.dot(high, v, sums)
+        else:
+            sums = tl.dot(w, v, sums)
+    return sums
 
 
 @triton.jit
@@ -65,55 +106,17 @@ def project_kernel(
         gdc_launch_dependents()
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    inside = (expert < experts)[:, None] & (row < rows)[None, :]
-    total = tl.zeros((EXPERTS, ROWS), dtype=tl.float32)
     # What is beyond the last row or expert is read from the last: nothing of it is kept.
     of_expert = tl.minimum(expert, experts - 1)[:, None] * hidden
     of_row = tl.minimum(row, rows - 1)[None, :] * x_row
+    total = tl.zeros((EXPERTS, ROWS), dtype=tl.float32)
     for part in range(PER_PROGRAM):
         first = (tl.program_id(2) * PER_PROGRAM + part) * CHUNK
-        sums = tl.zeros((EXPERTS, ROWS), dtype=tl.float32)
-        for step in range(0, CHUNK, STEP):
-            column = first + step + tl.arange(0, STEP)
-            if EVEN:
-                w = tl.load(weight + of_expert + column[None, :])
-                v = tl.load(x + of_row + column[:, None])
-            else:
-                some = column < hidden
-                w = tl.load(weight + of_expert + column[None, :], mask=some[None, :], other=0.0)
-                v = tl.load(x + of_row + column[:, None], mask=some[:, None], other=0.0)
-            if w.dtype == tl.float32:
-                # Three bfloat16 parts hold all 24 bits of a float32.
-                high = w.to(tl.bfloat16)
-                rest = w - high.to(tl.float32)
-                middle = rest.to(tl.bfloat16)
-                low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-                sums = tl.dot(low, v, sums)
-                sums = tl.dot(middle, v, sums)
-                sums = tl.dot(high, v, sums)
-            else:
-                sums = tl.dot(w, v, sums)
-        total += sums
+        total += project_chunk(
+            x, weight, of_row, of_expert, first, hidden, CHUNK, EVEN, EXPERTS, ROWS, STEP
+        )
     to = partials + (tl.program_id(2) * rows + row)[None, :] * experts + expert[:, None]
-    tl.store(to, total, mask=inside)
-
-
-@triton.jit
-def key_of(value):
-    """float32 to int32 in the same order, -0 equal to 0 and NaN largest."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(value != value, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
-
-
-@triton.jit
-def value_of(key):
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def pack(key, number):
-    """int64 that is larger for a larger key, and for a smaller number where keys are equal."""
-    return (key.to(tl.int64) << 16) | (65535 - number).to(tl.int64)
+    tl.store(to, total, mask=(expert < experts)[:, None] & (row < rows)[None, :])
 
 
 @triton.jit
@@ -126,9 +129,10 @@ def choose_kernel(
     rows,
     scale,
     PARTS: tl.constexpr,
-    SIGMOID: tl.constexpr,
     BIASED: tl.constexpr,
     COUNTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIGMOID: tl.constexpr,
     NORMALISE: tl.constexpr,
     TOP: tl.constexpr,
     TOP_PADDED: tl.constexpr,
@@ -141,57 +145,41 @@ def choose_kernel(
 ):
     if CHAINED:
         gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, GROUPS_PADDED)
-    number = tl.arange(0, SIZE_PADDED)[None, :]
-    expert = group[:, None] * SIZE + number
-    inside = (group[:, None] < GROUPS) & (number < SIZE)
-    logits = tl.zeros((GROUPS_PADDED, SIZE_PADDED), dtype=tl.float32)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    expert, inside = expert_columns(GROUPS, GROUPS_PADDED, SIZE, SIZE_PADDED)
+    correction = tl.zeros((1, GROUPS_PADDED * SIZE_PADDED), dtype=tl.float32)
     if BIASED:
         correction = tl.load(bias + expert, mask=inside, other=0.0)
     if CHAINED:
         gdc_wait()
+    logits = tl.zeros((ROWS, GROUPS_PADDED * SIZE_PADDED), dtype=tl.float32)
     for part in tl.static_range(PARTS):
         at = partials + (part * rows + row) * (GROUPS * SIZE) + expert
-        logits += tl.load(at, mask=inside, other=0.0)
-    if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-logits))
-    else:
-        logits = tl.where(inside, logits, float("-inf"))
-        scores = tl.exp(logits - tl.max(tl.max(logits, axis=1), axis=0))
-        scores = scores / tl.sum(tl.sum(scores, axis=1), axis=0)
-    choice = scores
-    if BIASED:
-        choice += correction
-    if TOP_GROUPS < GROUPS:
-        packed = tl.where(inside, pack(key_of(choice), expert), NONE)
-        first = tl.max(packed, axis=1)
-        rank = value_of((first >> 16).to(tl.int32))
-        if SIGMOID:
-            second = tl.max(tl.where(packed == first[:, None], NONE, packed), axis=1)
-            rank += value_of((second >> 16).to(tl.int32))
-        order = tl.where(group < GROUPS, pack(key_of(rank), group), NONE)
-        better = tl.sum((order[None, :] > order[:, None]).to(tl.int32), axis=1)
-        choice = tl.where((better < TOP_GROUPS)[:, None], choice, float("-inf"))
-    packed = tl.where(inside, pack(key_of(choice), expert), NONE)
-    place = tl.arange(0, TOP_PADDED)
-    chosen = tl.zeros((TOP_PADDED,), dtype=tl.int32)
-    weight = tl.zeros((TOP_PADDED,), dtype=tl.float32)
-    for i in tl.static_range(TOP):
-        best = tl.max(tl.max(packed, axis=1), axis=0)
-        score = tl.sum(tl.sum(tl.where(packed == best, scores, 0.0), axis=1), axis=0)
-        chosen = tl.where(place == i, 65535 - (best & 65535).to(tl.int32), chosen)
-        weight = tl.where(place == i, score, weight)
-        packed = tl.where(packed == best, NONE, packed)
-    if NORMALISE:
-        weight = weight / (tl.sum(weight, axis=0) + 1e-20)
-    weight *= scale
+        logits += tl.load(at, mask=inside & (row < rows), other=0.0)
+    chosen, weight = choose_rows(
+        logits,
+        correction,
+        inside,
+        scale,
+        ROWS,
+        SIGMOID,
+        NORMALISE,
+        TOP,
+        TOP_PADDED,
+        GROUPS,
+        GROUPS_PADDED,
+        TOP_GROUPS,
+        SIZE,
+        SIZE_PADDED,
+    )
     if COUNTED:
         counts = row < tl.load(num_rows)
         chosen = tl.where(counts, chosen, -1)
         weight = tl.where(counts, weight, 0.0)
-    tl.store(ids + row * TOP + place, chosen, mask=place < TOP)
-    tl.store(weights + row * TOP + place, weight, mask=place < TOP)
+    to = tl.arange(0, TOP_PADDED)[None, :]
+    kept = (to < TOP) & (row < rows)
+    tl.store(ids + row * TOP + to, chosen, mask=kept)
+    tl.store(weights + row * TOP + to, weight, mask=kept)
 
 
 def workspace(rows: int, experts: int, device: torch.device | str) -> Tensor:
@@ -238,19 +226,26 @@ def gate_topk(
         chained: whether a launch may begin before the one before it has ended (programmatic
             dependent launch, CUDA programming guide); None: on a device.
     """
-    rows, stride = rows_of(x)
-    experts, hidden = weight.shape
-    _check(x, weight, bias, rule)
+    rows = x.shape[0]
+    check(x, weight, bias, rule)
     out = new_routing(rows, rule, x.device) if out is None else out
     if rows == 0:
         out.counts.zero_()
         out.offsets.zero_()
         return out
-    work = workspace(rows, experts, x.device) if work is None else work
-    parts = work.shape[0]
+    work = workspace(rows, weight.shape[0], x.device) if work is None else work
     chained = x.is_cuda if chained is None else chained
-    chain = {"launch_pdl": True} if chained else {}
-    tile = tile or tile_for(rows, weight.dtype == torch.float32)
+    project(x, weight, work, tile or tile_for(rows, weight.dtype == torch.float32), chained)
+    choose(work, bias, rule, num_rows, out, chained)
+    place(out.ids, Places(out.counts, out.offsets, out.places), chained)
+    return out
+
+
+def project(x: Tensor, weight: Tensor, work: Tensor, tile: Tile, chained: bool) -> None:
+    """The sums of each chunk of the hidden size, or of all, into `work`."""
+    rows, stride = rows_of(x)
+    experts, hidden = weight.shape
+    parts = work.shape[0]
     chunk = -(-hidden // (CHUNKS * tile.step)) * tile.step
     grid = (triton.cdiv(experts, tile.experts), triton.cdiv(rows, tile.rows), parts)
     project_kernel[grid](
@@ -271,9 +266,21 @@ def gate_topk(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    size = experts // rule.num_groups if rule.top_groups < rule.num_groups else experts
-    groups = experts // size
-    choose_kernel[(rows,)](
+
+
+def choose(
+    work: Tensor,
+    bias: Tensor | None,
+    rule: GateRule,
+    num_rows: Tensor | None,
+    out: Routing,
+    chained: bool,
+    rows_a_program: int = 1,
+) -> None:
+    """Adds up the chunks in `work` and writes ids and weights of `out`; a warp a row."""
+    parts, rows, _ = work.shape
+    options: dict[str, Any] = {"launch_pdl": True} if chained else {}
+    choose_kernel[(triton.cdiv(rows, rows_a_program),)](
         work,
         work if bias is None else bias,
         out.ids if num_rows is None else num_rows,
@@ -282,26 +289,17 @@ def gate_topk(
         rows,
         rule.scale,
         PARTS=parts,
-        SIGMOID=rule.method == "noaux_tc",
         BIASED=bias is not None and rule.method == "noaux_tc",
         COUNTED=num_rows is not None,
-        NORMALISE=rule.normalise,
-        TOP=rule.top_k,
-        TOP_PADDED=power_of_two(rule.top_k),
-        GROUPS=groups,
-        GROUPS_PADDED=power_of_two(groups),
-        TOP_GROUPS=rule.top_groups if groups > 1 else 1,
-        SIZE=size,
-        SIZE_PADDED=power_of_two(size),
+        ROWS=rows_a_program,
+        **rule_constants(rule),
         CHAINED=chained,
-        num_warps=1,
-        **chain,
+        num_warps=rows_a_program,
+        **options,
     )
-    place(out.ids, Places(out.counts, out.offsets, out.places), chained)
-    return out
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, rule: GateRule) -> None:
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, rule: GateRule) -> None:
     """Raises ValueError for what the kernels cannot take."""
     experts = rule.num_experts
     if weight.shape != (experts, x.shape[1]) or not weight.is_contiguous() or experts > 1024:

@@ -1,7 +1,6 @@
 """RMS normalisation, with the sum before it and the quantisation after it.
 
-Definitions: `pdmesh.kernels.quantised`. What is divided there is multiplied by the reciprocal here
-(see `pdmesh.kernels.triton.quantise`).
+Definitions: `pdmesh.kernels.quantised`. The mean is summed in another order than there.
 """
 
 from __future__ import annotations

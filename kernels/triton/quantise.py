@@ -1,8 +1,6 @@
 """Rows to FP8 with one scale for 128 values, alone and after SwiGLU.
 
-Definitions: `pdmesh.kernels.quantised`. A value is multiplied by the reciprocal of its scale where
-the definition divides by the scale, so one that lies between two FP8 numbers may become the other.
-Of a NaN only its own element becomes NaN.
+Definitions: `pdmesh.kernels.quantised`. Of a NaN only its own element becomes NaN.
 """
 
 from __future__ import annotations
@@ -25,7 +23,12 @@ SILU_GROUPS = 16
 def quantised_groups(x):
     """x [groups, 128] float32: e4m3 [groups, 128] and scales [groups]."""
     scales = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), 1e-10), 448.0)
-    return (x * tl.div_rn(1.0, scales)[:, None]).to(tl.float8e4nv), scales
+    scale = scales[:, None]
+    reciprocal = tl.div_rn(1.0, scale)
+    # One step of Newton's, in which the remainder is exact: the quotient is rounded as by division.
+    quotient = x * reciprocal
+    quotient = tl.fma(tl.fma(-quotient, scale, x), reciprocal, quotient)
+    return quotient.to(tl.float8e4nv), scales
 
 
 @triton.jit
@@ -141,25 +144,24 @@ def masked_silu_mul_kernel(
     k,
     scale_expert,
     scale_group,
+    EXPERTS_PADDED: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     # The rows of all experts, one expert after the other, go to the programs in turn.
-    programs = tl.num_programs(0)
-    turn = tl.program_id(0)
-    for expert in range(experts):
-        count = tl.minimum(tl.load(counts + expert), rows)
-        items = count * BLOCKS
-        for item in range(turn, items, programs):
-            row = tl.cast(item // BLOCKS, tl.int64)
-            first = (item % BLOCKS) * GROUPS
-            silu_row(
-                gate_up + row * 2 * k, values + row * k, scales + row, k, scale_group, first, GROUPS
-            )
-        turn = (turn + programs - items % programs) % programs
-        gate_up += tl.cast(rows, tl.int64) * 2 * k
-        values += tl.cast(rows, tl.int64) * k
-        scales += scale_expert
+    every = tl.arange(0, EXPERTS_PADDED)
+    count = tl.load(counts + every, mask=every < experts, other=0)
+    ends = tl.cumsum(tl.minimum(count, rows), axis=0)
+    total = tl.max(ends, axis=0) * BLOCKS
+    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+        place = item // BLOCKS
+        before = ends <= place
+        expert = tl.cast(tl.sum(before.to(tl.int32), axis=0), tl.int64)
+        row = place - tl.max(tl.where(before, ends, 0), axis=0)
+        at = expert * rows + row
+        to = scales + expert * scale_expert + row
+        first = (item % BLOCKS) * GROUPS
+        silu_row(gate_up + at * 2 * k, values + at * k, to, k, scale_group, first, GROUPS)
 
 
 def masked_silu_mul_quantise(
@@ -201,6 +203,7 @@ def masked_silu_mul_quantise(
         k,
         out.scales.stride(0),
         out.scales.stride(-1),
+        EXPERTS_PADDED=power_of_two(experts),
         GROUPS=block,
         BLOCKS=blocks,
         num_warps=num_warps or _warps(block),

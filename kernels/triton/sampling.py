@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdmesh.kernels.triton.gate import key_of, value_of
+from pdmesh.kernels.triton.choose import key_of, value_of
 from pdmesh.kernels.triton.launch import power_of_two, rows_of
 
 BLOCK = 4096
