@@ -47,9 +47,8 @@ class Layer:
         self.w = Weights(self.rank, 3)
         draw = torch.Generator("cuda").manual_seed(4)
         self.kv_b = random_weight(bounds.HEADS * 256, bounds.RANK, generator=draw)
-        self.dense = [
-            random_weight(n, k, generator=draw) for n, k in ((36864, 7168), (7168, 18432))
-        ]
+        shapes = ((2 * bounds.DENSE_WIDTH, bounds.HIDDEN), (bounds.HIDDEN, bounds.DENSE_WIDTH))
+        self.dense = [random_weight(n, k, generator=draw) for n, k in shapes]
         self.state = State(self.rank, 1)
         pages = self.state.pool.shape[0]
         self.state.table.copy_(torch.arange(pages, device="cuda")[None])
@@ -89,13 +88,13 @@ class Layer:
             "input_norm", table["input_norm"], state.x, state.residual, w.input_norm, EPS
         )
         projected = self.run("qkv_a", table["qkv_a"], rows, w.qkv_a)
-        rows, _ = self.run("q_norm", table["q_norm"], projected[:, :1536], w.q_norm, EPS)
+        rows, _ = self.run("q_norm", table["q_norm"], projected[:, : bounds.Q_LORA], w.q_norm, EPS)
         query = self.run("q_b", table["q_b"], rows, w.q_b).view(self.tokens, bounds.HEADS, 192)
         rotated = self.run(
             "rope_append",
             table["rope_append"],
             query[..., 128:],
-            projected[:, 1536:],
+            projected[:, bounds.Q_LORA :],
             w.kv_norm,
             state.cos,
             state.sin,
@@ -167,7 +166,7 @@ class Layer:
         each = rank.rows
         row_expert = torch.arange(rank.experts, device="cuda").repeat_interleave(each).int()
         flat = quantised.quantise_rows(
-            torch.randn(len(row_expert), 7168, device="cuda", dtype=torch.bfloat16)
+            torch.randn(len(row_expert), bounds.HIDDEN, device="cuda", dtype=torch.bfloat16)
         )
         product = Step(
             quantised.contiguous_grouped_gemm,
