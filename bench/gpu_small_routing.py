@@ -10,7 +10,7 @@ from gpu_small_cases import DEVICE, HIDDEN, Case, distance, normal, poisoned
 from pdmesh.kernels import routing
 from pdmesh.kernels import sampling as sampling_definition
 from pdmesh.kernels.gate import GateRule
-from pdmesh.kernels.triton import gate, permute, place, quantise, sampling
+from pdmesh.kernels.triton import gate, permute, place, project, quantise, sampling
 
 EXPERTS, TOP = 256, 8
 V3 = GateRule("noaux_tc", EXPERTS, TOP, 8, 4, True, 2.5)
@@ -33,8 +33,8 @@ def gate_case(m: int, wide: bool) -> Case:
         x, weight, bias, *_ = data
         got = run(data)
         logits = x.double() @ weight.double().t()
-        summed = torch.zeros_like(data[4][0])
-        for part in data[4]:
+        summed = torch.zeros_like(data[4].sums[0])
+        for part in data[4].sums:
             summed += part
         want = torch.sigmoid(logits).gather(1, got.ids.long())
         want = want / want.sum(dim=1, keepdim=True) * V3.scale
@@ -55,6 +55,29 @@ def gate_case(m: int, wide: bool) -> Case:
         error,
         1e-5,
     )
+
+
+def stage_case(m: int, stage: str) -> Case:
+    """One of the gate's three launches alone, with a weight in bfloat16."""
+    whole = gate_case(m, False)
+
+    def make(seed: int) -> Any:
+        data = whole.make(seed)
+        gate.gate_topk(*data[:3], V3, out=data[3], work=data[4])
+        return data
+
+    def run(data: Any, **more: Any) -> Any:
+        x, weight, bias, out, work = data
+        if stage == "project":
+            tile = more.get("tile", project.tile_for(m, False))
+            return project.project(x, weight, work.sums, tile, False)
+        if stage == "choose":
+            return gate.choose(work.sums, bias, V3, None, out, False, **more)
+        return place.place(out.ids, place.Places(*out[2:]), **more)
+
+    sizes = {"project": m * HIDDEN * 2 + EXPERTS * HIDDEN * 2, "choose": m * EXPERTS * 4}
+    size = sizes.get(stage, m * TOP * 4)
+    return Case(f"gate_{stage} bf16 {m}", size, make, run, None, lambda data: 0.0)
 
 
 def permute_case(m: int, contiguous: bool) -> Case:
@@ -157,6 +180,7 @@ def sample_case(m: int, greedy: bool, vocab: int = 129280) -> Case:
 
 CASES = (
     *(gate_case(m, wide) for m in (1, 16, 64, 128, 256, 512, 4096) for wide in (False, True)),
+    *(stage_case(256, stage) for stage in ("project", "choose", "place")),
     *(permute_case(m, contiguous) for m in (128, 256) for contiguous in (False, True)),
     permute_case(4096, True),
     *(unpermute_case(m) for m in (128, 256, 4096)),
@@ -164,30 +188,34 @@ CASES = (
 )
 
 
+TILES = (
+    (64, 64, 64, 4, 3),
+    (64, 64, 64, 4, 4),
+    (64, 64, 64, 4, 5),
+    (64, 64, 128, 4, 3),
+    (64, 32, 64, 4, 5),
+    (64, 16, 64, 4, 6),
+    (128, 64, 64, 4, 3),
+    (128, 64, 64, 4, 4),
+    (128, 32, 64, 4, 5),
+    (128, 128, 64, 4, 3),
+)
+
+
 def tunings(case: Case) -> list[dict[str, Any]]:
     """Launches to try beside the usual one."""
     name = case.name.split()[0]
+    tiles = [{"tile": project.Tile(*tile)} for tile in TILES]
     if name == "gate":
-        tiles = [
-            gate.Tile(*tile)
-            for tile in (
-                (128, 64, 64, 8, 4),
-                (128, 64, 64, 4, 3),
-                (128, 64, 64, 4, 6),
-                (128, 64, 32, 4, 7),
-                (64, 64, 64, 4, 4),
-                (64, 64, 64, 4, 7),
-                (64, 32, 64, 4, 4),
-                (64, 16, 64, 4, 4),
-                (128, 32, 64, 4, 5),
-                (128, 128, 64, 8, 4),
-                (256, 32, 64, 8, 4),
-            )
-        ]
-        return [{}, {"chained": False}, *({"tile": tile} for tile in tiles)]
+        plain = [{"fused": False}, {"fused": False, "chained": True}]
+        return [{}, *plain, *(more | {"fused": True} for more in tiles)]
+    if name == "gate_project":
+        return [{}, *tiles]
+    if name == "gate_choose":
+        return [{}, {"rows_a_program": 2}, {"rows_a_program": 4}]
     if name == "masked_silu_mul":
-        pairs = [(warps, programs) for warps in (2, 4, 8) for programs in (4, 8, 16, 32)]
+        pairs = [(warps, programs) for warps in (2, 4, 8) for programs in (4, 8, 16)]
         return [{}, *({"num_warps": w, "programs": p} for w, p in pairs)]
     if name in ("rope_append", "sample"):
         return [{}]
-    return [{}, *({"num_warps": warps} for warps in (1, 2, 4, 8, 16))]
+    return [{}, *({"num_warps": warps} for warps in (1, 2, 4, 8, 16, 32))]

@@ -15,7 +15,16 @@ from pdmesh.kernels import sampling as sampling_definition  # noqa: E402
 from pdmesh.kernels.gate import GateRule, choose_experts  # noqa: E402
 from pdmesh.kernels.quantised import Rows  # noqa: E402
 from pdmesh.kernels.rope import RopeTable, inverse_frequencies  # noqa: E402
-from pdmesh.kernels.triton import gate, norm, permute, place, quantise, rope_append, sampling  # noqa: E402
+from pdmesh.kernels.triton import (  # noqa: E402  # noqa: E402
+    gate,
+    gate_fused,
+    norm,
+    permute,
+    place,
+    quantise,
+    rope_append,
+    sampling,
+)
 
 HIDDEN, EPS = 7168, 1e-6
 ROWS = [0, 1, 127, 129, 256]
@@ -43,11 +52,13 @@ def test_rows_are_quantised(m, k):
         x[m // 2, :128] = 0
         x[1] = torch.nan
     got, want = quantise.quantise_rows(x, out=poisoned(m, k)), quantised.quantise_rows(x)
-    keep = torch.arange(m, device="cuda") != 1
-    assert padded_rows_of(got)
-    assert_rows_close(select(got, keep), select(want, keep), 1e-3)
     if m > 1:
         assert bool(got.values[1].float().isnan().all())
+    keep = torch.arange(m, device="cuda") != 1
+    assert padded_rows_of(got)
+    got, want = (select(rows, keep) for rows in (got, want))
+    assert torch.equal(got.scales, want.scales)
+    assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
 
 
 def select(rows, keep):
@@ -177,8 +188,8 @@ def gate_inputs(rule, m, wide, seed=0):
 
 
 def summed(work):
-    total = torch.zeros_like(work[0])
-    for part in work:
+    total = torch.zeros_like(work.sums[0])
+    for part in work.sums:
         total += part
     return total
 
@@ -188,19 +199,38 @@ def summed(work):
 @pytest.mark.parametrize("rule", [V3, V2], ids=["v3", "v2"])
 def test_the_gate_chooses_and_counts(m, wide, rule):
     x, weight, bias = gate_inputs(rule, m, wide)
-    work = gate.workspace(m, rule.num_experts, "cuda").fill_(torch.nan)
-    got = gate.gate_topk(x, weight, bias, rule, work=work)
+    work = gate.workspace(m, rule.num_experts, "cuda")
+    work.sums.fill_(torch.nan)
+    got = gate.gate_topk(x, weight, bias, rule, work=work, fused=False)
     logits = summed(work)
     exact = x.double() @ weight.double().t()
     assert float((logits - exact).norm()) <= 1e-5 * float(exact.norm())
     ids, weights = choose_experts(logits, bias, rule)
     # A sum of two scores may be rounded another way and swap two that are all but equal.
     same = (ids == got.ids).all(dim=1)
-    assert int((~same).sum()) <= m // 500
+    assert int((~same).sum()) <= m // 100
     torch.testing.assert_close(got.weights[same], weights[same], rtol=1e-4, atol=1e-6)
     places = routing.place_choices(got.ids, rule.num_experts)
     for mine, theirs in zip(got[2:], places, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("m", [1, 15, 33, 129, 256, 512])
+@pytest.mark.parametrize("wide", [False, True], ids=["bf16", "f32"])
+@pytest.mark.parametrize("rule", [V3, V2], ids=["v3", "v2"])
+def test_one_launch_gives_what_three_give(m, wide, rule):
+    x, weight, bias = gate_inputs(rule, m, wide)
+    tile = gate_fused.tile_for(m, wide)
+    if gate_fused.unfit(x, weight, tile):
+        pytest.skip("more programs than are on the device at once")
+    work = gate.workspace(m, rule.num_experts, "cuda")
+    for used in (m, m, m - m // 3):
+        rows = None if used == m else torch.tensor([used], dtype=torch.int32, device="cuda")
+        want = gate.gate_topk(x, weight, bias, rule, rows, fused=False)
+        work.sums.fill_(torch.nan)
+        got = gate.gate_topk(x, weight, bias, rule, rows, work=work, fused=True)
+        for mine, theirs in zip(got, want, strict=True):
+            assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["bf16", "f32"])
@@ -215,27 +245,31 @@ def test_a_rows_logits_do_not_depend_on_the_number_of_rows(wide):
         assert torch.equal(some, logits[2048][:m]), m
 
 
-def test_nan_and_infinite_rows_end_in_experts_that_exist():
+@pytest.mark.parametrize("fused", [False, True])
+def test_nan_and_infinite_rows_end_in_experts_that_exist(fused):
     x, weight, bias = gate_inputs(V3, 64, False)
-    want = gate.gate_topk(x, weight, bias, V3)
+    want = gate.gate_topk(x, weight, bias, V3, fused=fused)
     x[::4], x[1::4] = torch.nan, torch.inf
-    got = gate.gate_topk(x, weight, bias, V3)
+    got = gate.gate_topk(x, weight, bias, V3, fused=fused)
     assert bool(((got.ids >= 0) & (got.ids < 256)).all())
     assert torch.equal(got.ids[::4], torch.arange(8, device="cuda").int().expand(16, 8))
     assert torch.equal(got.ids[2::4], want.ids[2::4])
     assert torch.equal(got.weights[3::4], want.weights[3::4])
 
 
-def test_a_captured_gate_counts_only_the_rows_that_it_is_told_of():
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_captured_gate_counts_only_the_rows_that_it_is_told_of(fused, chained):
     x, weight, bias = gate_inputs(V3, 64, False)
     rows = torch.tensor([64], dtype=torch.int32, device="cuda")
     out, work = gate.new_routing(64, V3, "cuda"), gate.workspace(64, 256, "cuda")
-    gate.gate_topk(x, weight, bias, V3, rows, out=out, work=work)
+    more = {"out": out, "work": work, "fused": fused, "chained": chained}
+    gate.gate_topk(x, weight, bias, V3, rows, **more)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(3):
-            gate.gate_topk(x, weight, bias, V3, rows, out=out, work=work)
+            gate.gate_topk(x, weight, bias, V3, rows, **more)
     for used in (64, 1, 37):
         rows.fill_(used)
         x.copy_(normal(used, 64, HIDDEN))

@@ -10,7 +10,7 @@ if torch.cuda.is_available():
 from pdmesh.kernels import routing as definition  # noqa: E402
 from pdmesh.kernels.gate import GateRule, choose_experts  # noqa: E402
 from pdmesh.kernels.triton import gate as fast  # noqa: E402
-from pdmesh.kernels.triton import place  # noqa: E402
+from pdmesh.kernels.triton import place, project  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:All-NaN slice", "ignore:invalid value", "ignore:overflow"
@@ -28,8 +28,8 @@ RULES = {
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """Large tiles and few chunks, and counting, a program an expert, only with few experts."""
-    monkeypatch.setattr(fast, "CHUNKS", 2)
-    monkeypatch.setattr(fast, "tile_for", lambda rows, wide: fast.Tile(256, 16, 32, 4, 1))
+    monkeypatch.setattr(project, "CHUNKS", 2)
+    monkeypatch.setattr(fast, "tile_for", lambda rows, wide: project.Tile(256, 16, 32, 4, 1))
     real = place.place
 
     def cheap(ids, out, chained=False):
@@ -75,12 +75,12 @@ def test_any_number_of_rows_will_do(m):
 
 
 def test_a_rows_logits_do_not_depend_on_how_the_chunks_are_summed(monkeypatch):
-    monkeypatch.setattr(fast, "CHUNKS", 4)
+    monkeypatch.setattr(project, "CHUNKS", 4)
     rule = RULES["lite"]
     x, weight, _ = inputs(rule, 3, 256)
     few = fast.gate_topk(x, weight, None, rule)
-    assert len(fast.workspace(3, 64, "cpu")) == 4
-    work = torch.empty(1, 3, rule.num_experts)
+    assert len(fast.workspace(3, 64, "cpu").sums) == 4
+    work = fast.workspace(3, 64, "cpu")._replace(sums=torch.empty(1, 3, rule.num_experts))
     many = fast.gate_topk(x, weight, None, rule, work=work)
     assert torch.equal(few.ids, many.ids)
     assert torch.equal(few.weights, many.weights)
@@ -169,3 +169,5 @@ def test_what_does_not_fit_is_refused():
         fast.gate_topk(x, weight, bias.to(torch.bfloat16), V3)
     with pytest.raises(ValueError, match="rows"):
         fast.gate_topk(x.float(), weight, bias, V3)
+    with pytest.raises(ValueError, match="need a device"):
+        fast.gate_topk(x, weight, bias, V3, fused=True)

@@ -78,7 +78,7 @@ ENTRIES = (
     ),
     *(
         Entry(
-            "gate",
+            "project",
             "project_kernel",
             _PROJECT.format(weight),
             {
@@ -127,6 +127,36 @@ ENTRIES = (
             (1, False, 6, 8, 3, 20, 32),
             (1, False, 6, 1, 1, 64, 64),
         )
+    ),
+    *(
+        Entry(
+            "gate_fused",
+            "fused_gate_kernel",
+            f"*bf16! {weight} *fp32! *i32! *fp32! *i32! *i32! *fp32! *i32! *i32! *i32! i32! i32!"
+            " i32! fp32",
+            {
+                "CHUNK": 448,
+                "PARTS": 16,
+                "EVEN": True,
+                "EXPERTS": 64,
+                "ROWS": rows,
+                "STEP": 64,
+                "BLOCK": 2048,
+                "BIASED": True,
+                "COUNTED": True,
+                "SIGMOID": True,
+                "NORMALISE": True,
+                "TOP": 8,
+                "TOP_PADDED": 8,
+                "GROUPS": 8,
+                "GROUPS_PADDED": 8,
+                "TOP_GROUPS": 4,
+                "SIZE": 32,
+                "SIZE_PADDED": 32,
+            },
+            {"num_stages": 4, "launch_cooperative_grid": True},
+        )
+        for weight, rows in (("*bf16!", 64), ("*fp32!", 16))
     ),
     Entry(
         "place", "place_kernel", "*i32! *i32! *i32! *i32! i32!", {"BLOCK": 4096, "CHAINED": True}

@@ -1,13 +1,12 @@
-"""The gate: router projection, choice of experts, and where the choices stand, in three launches.
+"""The gate: router projection, choice of experts, and where the choices stand.
 
-Definition: `pdmesh.kernels.routing`. The projection is cut along the hidden size into a fixed
-number of chunks whose sums are added in a fixed order, by one program where there are many rows and
-by the choosing program where there are few: a row's logits do not depend on the number of rows.
+Definition: `pdmesh.kernels.routing`. Three launches, or one where there are few rows (see
+`pdmesh.kernels.triton.gate_fused`), with the same result.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -18,105 +17,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pdmesh.kernels.gate import GateRule
 from pdmesh.kernels.routing import Places, Routing
 from pdmesh.kernels.triton.choose import choose_rows, expert_columns, rule_constants
-from pdmesh.kernels.triton.launch import rows_of
+from pdmesh.kernels.triton.gate_fused import fused_gate, unfit
+from pdmesh.kernels.triton.gate_fused import tile_for as fused_tile_for
 from pdmesh.kernels.triton.place import place
-
-CHUNKS = 16
-"""Parts of the hidden size."""
-WHOLE_ROWS = 1024
-"""From this number of rows on one program adds up all chunks of its tile."""
-
-
-class Tile(NamedTuple):
-    """How the projection is cut: experts and rows of a tile, the step along the hidden size."""
-
-    experts: int
-    rows: int
-    step: int
-    warps: int
-    stages: int
-
-
-def tile_for(rows: int, wide: bool) -> Tile:
-    """The tile for a number of rows; `wide` where weights are float32."""
-    if rows <= 32:
-        return Tile(64, 16 if rows <= 16 else 32, 64, 4, 4)
-    if rows < WHOLE_ROWS:
-        return Tile(64, 64, 64, 4, 4)
-    return Tile(64 if wide else 128, 64, 64, 4, 4)
-
-
-@triton.jit
-def project_chunk(
-    x,
-    weight,
-    of_row,
-    of_expert,
-    first,
-    hidden,
-    CHUNK: tl.constexpr,
-    EVEN: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """One chunk's sums [EXPERTS, ROWS] float32, of the columns from `first` on."""
-    sums = tl.zeros((EXPERTS, ROWS), dtype=tl.float32)
-    for step in range(0, CHUNK, STEP):
-        column = first + step + tl.arange(0, STEP)
-        if EVEN:
-            w = tl.load(weight + of_expert + column[None, :])
-            v = tl.load(x + of_row + column[:, None])
-        else:
-            some = column < hidden
-            w = tl.load(weight + of_expert + column[None, :], mask=some[None, :], other=0.0)
-            v = tl.load(x + of_row + column[:, None], mask=some[:, None], other=0.0)
-        if w.dtype == tl.float32:
-            # Three bfloat16 parts hold all 24 bits of a float32.
-            high = w.to(tl.bfloat16)
-            rest = w - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-            sums = tl.dot(low, v, sums)
-            sums = tl.dot(middle, v, sums)
-            sums = tl.dot(high, v, sums)
-        else:
-            sums = tl.dot(w, v, sums)
-    return sums
-
-
-@triton.jit
-def project_kernel(
-    x,
-    weight,
-    partials,
-    rows,
-    hidden,
-    experts,
-    x_row,
-    CHUNK: tl.constexpr,
-    PER_PROGRAM: tl.constexpr,
-    EVEN: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    if CHAINED:
-        gdc_launch_dependents()
-    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    # What is beyond the last row or expert is read from the last: nothing of it is kept.
-    of_expert = tl.minimum(expert, experts - 1)[:, None] * hidden
-    of_row = tl.minimum(row, rows - 1)[None, :] * x_row
-    total = tl.zeros((EXPERTS, ROWS), dtype=tl.float32)
-    for part in range(PER_PROGRAM):
-        first = (tl.program_id(2) * PER_PROGRAM + part) * CHUNK
-        total += project_chunk(
-            x, weight, of_row, of_expert, first, hidden, CHUNK, EVEN, EXPERTS, ROWS, STEP
-        )
-    to = partials + (tl.program_id(2) * rows + row)[None, :] * experts + expert[:, None]
-    tl.store(to, total, mask=(expert < experts)[:, None] & (row < rows)[None, :])
+from pdmesh.kernels.triton.project import Tile, Work, project, tile_for, workspace
 
 
 @triton.jit
@@ -182,12 +86,6 @@ def choose_kernel(
     tl.store(weights + row * TOP + to, weight, mask=kept)
 
 
-def workspace(rows: int, experts: int, device: torch.device | str) -> Tensor:
-    """What `gate_topk` keeps the chunks' sums of logits in."""
-    parts = CHUNKS if rows < WHOLE_ROWS else 1
-    return torch.empty((parts, rows, experts), dtype=torch.float32, device=device)
-
-
 def new_routing(rows: int, rule: GateRule, device: torch.device | str) -> Routing:
     """An empty `Routing` for a number of rows."""
 
@@ -207,9 +105,10 @@ def gate_topk(
     num_rows: Tensor | None = None,
     *,
     out: Routing | None = None,
-    work: Tensor | None = None,
+    work: Work | None = None,
     tile: Tile | None = None,
-    chained: bool | None = None,
+    fused: bool | None = None,
+    chained: bool = False,
 ) -> Routing:
     """Projects rows to experts, chooses, and counts: `pdmesh.kernels.routing.gate_topk`.
 
@@ -223,8 +122,12 @@ def gate_topk(
         out: where the result goes; made if it is None.
         work: see `workspace`; made if it is None.
         tile: for tuning.
-        chained: whether a launch may begin before the one before it has ended (programmatic
-            dependent launch, CUDA programming guide); None: on a device.
+        fused: whether all is one launch; None: where it can be.
+        chained: whether one of three launches may begin before the one before it has ended
+            (programmatic dependent launch, CUDA programming guide).
+
+    Raises:
+        ValueError: something does not fit, `fused` included.
     """
     rows = x.shape[0]
     check(x, weight, bias, rule)
@@ -234,38 +137,18 @@ def gate_topk(
         out.offsets.zero_()
         return out
     work = workspace(rows, weight.shape[0], x.device) if work is None else work
-    chained = x.is_cuda if chained is None else chained
-    project(x, weight, work, tile or tile_for(rows, weight.dtype == torch.float32), chained)
-    choose(work, bias, rule, num_rows, out, chained)
+    wide = weight.dtype == torch.float32
+    if fused is not False:
+        one_tile = tile or fused_tile_for(rows, wide)
+        reason = unfit(x, weight, one_tile)
+        if reason is None:
+            return fused_gate(x, weight, bias, rule, num_rows, out, work, one_tile)
+        if fused:
+            raise ValueError(reason)
+    project(x, weight, work.sums, tile or tile_for(rows, wide), chained)
+    choose(work.sums, bias, rule, num_rows, out, chained)
     place(out.ids, Places(out.counts, out.offsets, out.places), chained)
     return out
-
-
-def project(x: Tensor, weight: Tensor, work: Tensor, tile: Tile, chained: bool) -> None:
-    """The sums of each chunk of the hidden size, or of all, into `work`."""
-    rows, stride = rows_of(x)
-    experts, hidden = weight.shape
-    parts = work.shape[0]
-    chunk = -(-hidden // (CHUNKS * tile.step)) * tile.step
-    grid = (triton.cdiv(experts, tile.experts), triton.cdiv(rows, tile.rows), parts)
-    project_kernel[grid](
-        x,
-        weight,
-        work,
-        rows,
-        hidden,
-        experts,
-        stride,
-        CHUNK=chunk,
-        PER_PROGRAM=CHUNKS // parts,
-        EVEN=chunk * CHUNKS == hidden,
-        EXPERTS=tile.experts,
-        ROWS=tile.rows,
-        STEP=tile.step,
-        CHAINED=chained,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
 
 
 def choose(

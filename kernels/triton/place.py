@@ -19,16 +19,14 @@ MAX_BLOCK = 4096
 
 
 @triton.jit
-def place_kernel(ids, counts, offsets, places, total, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    expert = tl.program_id(0)
-    if CHAINED:
-        gdc_wait()
+def place_expert(ids, counts, offsets, places, total, expert, BLOCK: tl.constexpr):
+    """Counts one expert's choices among ids [total] and numbers them."""
     seen = tl.zeros((), dtype=tl.int32)
     before = tl.zeros((), dtype=tl.int32)
     for start in range(0, total, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < total
-        chosen = tl.load(ids + at, mask=inside, other=-1)
+        chosen = tl.load(ids + at, mask=inside, other=-1, cache_modifier=".cg")
         hit = chosen == expert
         place = seen + tl.cumsum(hit.to(tl.int32), axis=0) - 1
         tl.store(places + at, place, mask=hit)
@@ -38,6 +36,13 @@ def place_kernel(ids, counts, offsets, places, total, BLOCK: tl.constexpr, CHAIN
         before += tl.sum(((chosen >= 0) & (chosen < expert)).to(tl.int32), axis=0)
     tl.store(counts + expert, seen)
     tl.store(offsets + expert, before)
+
+
+@triton.jit
+def place_kernel(ids, counts, offsets, places, total, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    if CHAINED:
+        gdc_wait()
+    place_expert(ids, counts, offsets, places, total, tl.program_id(0), BLOCK)
 
 
 def place_choices(ids: Tensor, num_experts: int, *, out: Places | None = None) -> Places:
@@ -50,7 +55,7 @@ def place_choices(ids: Tensor, num_experts: int, *, out: Places | None = None) -
     return place(ids, out)
 
 
-def place(ids: Tensor, out: Places, chained: bool = False) -> Places:
+def place(ids: Tensor, out: Places, chained: bool = False, num_warps: int | None = None) -> Places:
     """`place_choices` into `out`; `chained`: see `pdmesh.kernels.triton.gate.gate_topk`."""
     block = min(MAX_BLOCK, max(16, power_of_two(ids.numel())))
     place_kernel[(out.counts.shape[0],)](
@@ -61,7 +66,7 @@ def place(ids: Tensor, out: Places, chained: bool = False) -> Places:
         ids.numel(),
         BLOCK=block,
         CHAINED=chained,
-        num_warps=min(8, max(1, block // 256)),
+        num_warps=num_warps or min(8, max(1, block // 256)),
         **({"launch_pdl": True} if chained else {}),
     )
     return out
