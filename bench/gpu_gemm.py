@@ -42,7 +42,12 @@ from gemm_cases import (  # noqa: E402
     weight,
 )
 
-from pdmesh.kernels import cublaslt_backend, cuda_gemm, deep_gemm_backend  # noqa: E402
+from pdmesh.kernels import (  # noqa: E402
+    cublaslt_backend,
+    cuda_absorbed,
+    cuda_gemm,
+    deep_gemm_backend,
+)
 from pdmesh.kernels.quantised import BlockWeight, Rows, dequantise_rows  # noqa: E402
 from pdmesh.kernels.triton import absorbed, grouped_gemm, splitk_gemm  # noqa: E402
 
@@ -130,6 +135,11 @@ def heads(table: Table, generator: torch.Generator, rows_tried: list[int]) -> No
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cuda").bfloat16()
 
+    modules: dict[str, Any] = {"triton": absorbed, "cuda": cuda_absorbed}
+    names = ("absorb_query", "project_values_quantise")
+    modules["cuda pdl"] = argparse.Namespace(
+        **{n: functools.partial(getattr(cuda_absorbed, n), dependent=True) for n in names}
+    )
     for count, m in itertools.product((128, 16), rows_tried):
         places = range(copies(count * (RANK * NOPE + 4 * m * (NOPE + ROPE + RANK))))
         case, limit = f"absorb {count} heads", absorb_limit(m, count)
@@ -138,8 +148,9 @@ def heads(table: Table, generator: torch.Generator, rows_tried: list[int]) -> No
         weights = [weight(generator, count, RANK, NOPE) for _ in places]
         exact = torch.einsum("mhd,hrd->mhr", query[0].double(), exact_weight(weights[0]))
         sets = [(q, w, r[..., NOPE:], 1.0) for q, w, r in zip(query, weights, whole, strict=True)]
-        product = absorbed.absorb_query
-        table.measure(case, m, "triton", limit, product, sets, exact, lambda y: y[..., :RANK])
+        for backend, module in modules.items():
+            product = module.absorb_query
+            table.measure(case, m, backend, limit, product, sets, exact, lambda y: y[..., :RANK])
         plain = [(q, exact_weight(w).bfloat16()) for q, w in zip(query, weights, strict=True)]
         table.measure(case, m, "torch bf16", limit, plain_bmm, plain, exact)
 
@@ -149,8 +160,9 @@ def heads(table: Table, generator: torch.Generator, rows_tried: list[int]) -> No
         exact = torch.einsum("mhr,hvr->mhv", latent[0].double(), exact_weight(weights[0]))
         sets = list(zip(latent, weights, strict=True))
         flat = exact.flatten(1)
-        quantising = absorbed.project_values_quantise
-        table.measure(case, m, "triton", limit, quantising, sets, flat, dequantise_rows)
+        for backend, module in modules.items():
+            product = module.project_values_quantise
+            table.measure(case, m, backend, limit, product, sets, flat, dequantise_rows)
         plain = [(x, exact_weight(w).bfloat16()) for x, w in zip(latent, weights, strict=True)]
         table.measure(case, m, "torch bf16", limit, plain_bmm, plain, exact)
 

@@ -51,19 +51,59 @@ class ClusterTile(NamedTuple):
     dependent: bool = False
 
 
+SPLITS: dict[tuple[int, int], dict[int, SplitConfig]] = {
+    (2112, 7168): {
+        16: SplitConfig(16, 64, 12, 4, 6, True, True, True),
+        64: SplitConfig(64, 64, 4, 4, 4, False, True, True),
+        128: SplitConfig(64, 64, 4, 4, 5, False, True, False),
+        256: SplitConfig(64, 128, 3, 4, 4, False, True, False),
+    },
+    (24576, 1536): {
+        16: SplitConfig(16, 64, 1, 4, 6, True, True, True),
+        64: SplitConfig(64, 64, 1, 4, 4, False, True, True),
+        128: SplitConfig(128, 64, 1, 4, 4, False, True, True),
+        256: SplitConfig(128, 64, 1, 4, 4, False, True, False),
+    },
+    (7168, 16384): {
+        16: SplitConfig(16, 128, 4, 4, 5, True, True, False),
+        64: SplitConfig(64, 64, 3, 4, 4, False, True, False),
+        128: SplitConfig(64, 128, 2, 4, 4, False, True, False),
+        256: SplitConfig(128, 64, 1, 4, 4, False, True, False),
+    },
+    (4096, 7168): {
+        16: SplitConfig(16, 64, 6, 4, 6, True, True, True),
+        64: SplitConfig(64, 64, 4, 4, 4, False, True, False),
+        128: SplitConfig(64, 64, 2, 4, 5, False, True, False),
+        256: SplitConfig(64, 128, 2, 4, 4, False, True, False),
+    },
+    (7168, 2048): {
+        16: SplitConfig(16, 64, 3, 4, 6, True, True, True),
+        64: SplitConfig(64, 64, 2, 4, 4, False, True, False),
+        128: SplitConfig(128, 64, 1, 4, 4, False, True, False),
+        256: SplitConfig(128, 64, 1, 4, 4, False, True, False),
+    },
+}
+"""By (n, k), up to so many rows: bench/gpu_gemm.py --tune on one H200."""
+
+
 def split_config(m: int, n: int, k: int) -> SplitConfig:
-    return unmeasured(m, n, k)
+    """The tile that was measured to be fastest, or the rule's."""
+    for rows, config in SPLITS.get((n, k), {}).items():
+        if m <= rows:
+            return config
+    return unmeasured_split(m, n, k)
 
 
-def unmeasured(m: int, n: int, k: int) -> SplitConfig:
-    """The rule for a shape that was not measured: as many thread blocks as multiprocessors."""
-    swap = m <= 32
-    block_m = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 else 128
-    block_n = 64
-    tiles = -(-m // block_m) * -(-n // block_n)
+def unmeasured_split(m: int, n: int, k: int) -> SplitConfig:
+    """The rule for a shape that was not measured: what the measured ones have in common."""
     groups = -(-k // BLOCK)
-    split = max(1, min(PROCESSORS // tiles, groups // 4, 16))
-    return SplitConfig(block_m, block_n, split, 4 if block_m <= 64 else 8, 4, swap)
+    if m <= 32:
+        block_m, programs, fewest = 16 if m <= 16 else 32, 3 * PROCESSORS, 4
+    else:
+        block_m, programs, fewest = 64 if m <= 128 else 128, 2 * PROCESSORS, 8
+    tiles = -(-m // block_m) * -(-n // 64)
+    split = max(1, min(programs // tiles, groups // fewest, 16))
+    return SplitConfig(block_m, 64, split, 4, 6 if m <= 32 else 4, swap=m <= 32)
 
 
 _STAGE_BYTES = 200 << 10

@@ -7,6 +7,8 @@ import torch
 
 from pdmesh.kernels import (
     cublaslt_backend,
+    cuda_absorbed,
+    cuda_build,
     cuda_gemm,
     deep_gemm_backend,
     gemm_choice,
@@ -54,9 +56,20 @@ def test_torch_is_what_is_left_and_every_missing_one_is_named():
         assert got.backend == "torch"
         for name in gemm_choice.DENSE[:-1]:
             assert f"not {name}, as {name} is not there" in got.reason
-    assert choose_grouped(missing).backend == "torch"
-    assert choose_grouped({"deep_gemm": "no"}).backend == "triton"
-    assert choose_grouped({}).backend == "deep_gemm"
+    assert choose_grouped(16, missing).backend == choose_grouped(128, missing).backend == "torch"
+
+
+def test_experts_of_few_rows_take_the_generic_product_and_others_the_library():
+    assert choose_grouped(64, {}).backend == "triton"
+    assert choose_grouped(65, {}).backend == "deep_gemm"
+    assert choose_grouped(16, {"triton": "no triton"}).backend == "deep_gemm"
+    assert choose_grouped(128, {"deep_gemm": "no"}).backend == "triton"
+
+
+def test_the_library_is_not_given_tiles_that_reach_into_the_next_expert():
+    for rows, taken in ((64, True), (128, True), (1024, True), (16, False), (192, False)):
+        assert (deep_gemm_backend.unsupported_masked(rows, 4096, 7168) is None) is taken
+    assert deep_gemm_backend.unsupported_masked(128, 24, 7168)
 
 
 def test_the_table_is_in_order_of_rows_and_names_backends_that_exist():
@@ -116,6 +129,16 @@ def test_the_cuda_source_has_the_instruction_of_its_width():
         assert line in text
 
 
+def test_a_model_of_other_sizes_is_told_which_ones_the_cuda_kernels_take():
+    assert cuda_absorbed.unsupported(128, 512, 64, 128) is None
+    assert "rank of 512" in cuda_absorbed.unsupported(16, 32, 8, 16)
+
+
+@pytest.mark.parametrize(("m", "heads", "wanted"), [(1, 128, 1), (256, 128, 1), (256, 16, 4)])
+def test_few_heads_are_shared_among_thread_blocks(m, heads, wanted):
+    assert cuda_absorbed.shares(m, heads) == wanted
+
+
 def compiler(tmp_path, body: str) -> str:
     path = tmp_path / "nvcc"
     path.write_text(f"#!/bin/sh\n{body}\n")
@@ -127,9 +150,11 @@ def test_a_tile_is_compiled_once_and_another_apart(tmp_path):
     made = compiler(
         tmp_path, f'echo x >>{tmp_path}/calls\nwhile [ "$1" != -o ]; do shift; done; : >"$2"'
     )
-    first = cuda_gemm.build(ClusterTile(128, 1, 1), tmp_path / "cache", made)
-    again = cuda_gemm.build(ClusterTile(128, 1, 1, dependent=True), tmp_path / "cache", made)
-    other = cuda_gemm.build(ClusterTile(128, 2, 1), tmp_path / "cache", made)
+    first = cuda_build.build(cuda_gemm.source(ClusterTile(128, 1, 1)), tmp_path / "cache", made)
+    again = cuda_build.build(
+        cuda_gemm.source(ClusterTile(128, 1, 1, dependent=True)), tmp_path / "cache", made
+    )
+    other = cuda_build.build(cuda_gemm.source(ClusterTile(128, 2, 1)), tmp_path / "cache", made)
     assert first == again != other
     assert (tmp_path / "calls").read_text().count("x") == 2
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".so", ".so"]
@@ -138,7 +163,7 @@ def test_a_tile_is_compiled_once_and_another_apart(tmp_path):
 def test_what_the_compiler_says_is_in_the_error(tmp_path):
     failing = compiler(tmp_path, "echo no such wgmma >&2; exit 1")
     with pytest.raises(RuntimeError, match="no such wgmma"):
-        cuda_gemm.build(ClusterTile(128, 1, 1), tmp_path / "cache", failing)
+        cuda_build.build(cuda_gemm.source(ClusterTile(128, 1, 1)), tmp_path / "cache", failing)
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
@@ -150,13 +175,15 @@ def test_scales_that_do_not_lie_column_by_column_are_refused():
 
 
 @pytest.mark.full
-def test_the_cuda_product_compiles_without_spilled_registers(tmp_path):
-    made = cuda_gemm.nvcc()
+def test_the_cuda_kernels_compile_without_spilled_registers(tmp_path):
+    made = cuda_build.nvcc()
     if made is None:
         pytest.skip("nvcc was not found")
-    for tile in (ClusterTile(136, 4, 2), ClusterTile(128, 1, 1)):
+    tiles = (ClusterTile(136, 4, 2), ClusterTile(128, 1, 1))
+    sources = [*map(cuda_gemm.source, tiles), *map(cuda_absorbed.source, (True, False))]
+    for text in sources:
         unit = tmp_path / "unit.cu"
-        unit.write_text(cuda_gemm.source(tile))
+        unit.write_text(text)
         command = [made, "-std=c++17", "-Xptxas", "-v", "-gencode=arch=compute_90a,code=sm_90a"]
         command += ["-cubin", "-o", str(tmp_path / "unit.cubin"), str(unit)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)

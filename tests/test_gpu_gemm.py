@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdmesh.kernels import cublaslt_backend, cuda_gemm, deep_gemm_backend
+from pdmesh.kernels import cublaslt_backend, cuda_absorbed, cuda_gemm, deep_gemm_backend
 from pdmesh.kernels.gemm_config import ClusterTile
 from pdmesh.kernels.quantised import BlockWeight, Rows, dequantise_rows, new_scales
 
@@ -177,17 +177,29 @@ def test_rows_in_groups_take_their_experts_weight(name):
     assert error(got[used], exact[used]) < 5e-3
 
 
-@pytest.mark.parametrize("heads", [128, 16])
-@pytest.mark.parametrize("m", ROWS)
-def test_absorbed_products_are_those_of_float64(m, heads):
+def absorbed_module(name: str):
+    if name == "cuda":
+        if reason := cuda_absorbed.unavailable():
+            pytest.skip(reason)
+        return cuda_absorbed
     pytest.importorskip("triton")
     from pdmesh.kernels.triton import absorbed
+
+    return absorbed
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+@pytest.mark.parametrize("heads", [128, 16])
+@pytest.mark.parametrize("m", [*ROWS, 700])
+def test_absorbed_products_are_those_of_float64(m, heads, name):
+    absorbed = absorbed_module(name)
 
     generator = torch.Generator("cuda").manual_seed(m)
     whole = torch.randn(m, heads, 192, generator=generator, device="cuda").bfloat16()
     latent = torch.randn(m, heads, 512, generator=generator, device="cuda").bfloat16()
     up, down = weight(1, heads, 512, 128), weight(2, heads, 128, 512)
-    query = absorbed.absorb_query(whole[..., :128], up, whole[..., 128:], 0.1)
+    out = torch.full((m, heads, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
+    query = absorbed.absorb_query(whole[..., :128], up, whole[..., 128:], 0.1, out=out)
     values = absorbed.project_values_quantise(latent, down)
     assert query.shape == (m, heads, 576)
     assert values.values.shape == (m, heads * 128)

@@ -7,12 +7,8 @@
 //
 // A thread block: warps 0-3 and 4-7 multiply 64 rows each, warp 8 keeps the copy engine busy.
 //
-// Compiled with BLOCK_N, SPLIT, PAIR and STAGES defined, after `multiply`, one wgmma of that width.
-
-#include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_runtime.h>
-#include <stdint.h>
+// Compiled with BLOCK_N, SPLIT, PAIR and STAGES defined, after common.cuh and `multiply`, one wgmma of
+// that width.
 
 constexpr int BLOCK_M = 128;
 constexpr int GROUP = 128;  // values of k with one scale, and bytes of a swizzled row
@@ -34,10 +30,6 @@ constexpr int THREADS = 288;
 static_assert(BLOCK_N % 8 == 0 && BLOCK_N <= 128 + 8 && W_BYTES % 1024 == 0, "swizzled rows");
 static_assert(SHARED_BYTES <= 227 * 1024 && CLUSTER <= 8, "what a multiprocessor has");
 
-__device__ __forceinline__ uint32_t address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -50,15 +42,14 @@ __device__ __forceinline__ uint32_t of_rank(uint32_t local, uint32_t rank) {
   return remote;
 }
 
+// What was written before is seen after.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
+// Nothing to be seen, so no fence, which would wait for all of a thread's loads and stores.
+__device__ __forceinline__ void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 
 __device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, int inner, int outer,
@@ -69,28 +60,22 @@ __device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, int in
       : "memory");
 }
 
-// Weights pass by once: the L2 cache need not keep them.
 __device__ __forceinline__ void load_weight(uint32_t to, const CUtensorMap* map, int inner,
-                                            int outer, uint32_t barrier, uint16_t members) {
-  constexpr uint64_t evict_first = 0x12F0000000000000ull;
+                                            int outer, uint32_t barrier, uint16_t members,
+                                            uint64_t policy) {
   if (PAIR > 1) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
-        "l"(map), "r"(inner), "r"(outer), "r"(barrier), "h"(members), "l"(evict_first)
+        "l"(map), "r"(inner), "r"(outer), "r"(barrier), "h"(members), "l"(policy)
         : "memory");
   } else {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(inner),
-        "r"(outer), "r"(barrier), "l"(evict_first)
+        "r"(outer), "r"(barrier), "l"(policy)
         : "memory");
   }
-}
-
-// A K-major tile of 128-byte rows, 128-byte swizzle, 1024 bytes between groups of eight rows.
-__device__ __forceinline__ uint64_t descriptor(uint32_t at) {
-  return static_cast<uint64_t>((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -129,10 +114,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (CROSSES) weight_scales[MOST_STEPS + i] = w_scales[next_block * w_scale_row + first + i];
   }
   __syncthreads();
-  if (CLUSTER > 1) cluster_sync();
+  if (CLUSTER > 1) cluster_meet();
 
   if (warp == 8) {
     if (lane == 0) {
+      // Weights that pass by once need not be kept by the L2 cache: evict first, else normally.
+      const uint64_t policy = groups_m == 1 ? 0x12F0000000000000ull : 0x1000000000000000ull;
       const uint16_t members = ((1 << PAIR) - 1) << (part * PAIR);
       const auto expect = [&](int i) {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
@@ -144,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int s = i % STAGES;
         if (PAIR == 1 || i % PAIR == member)
           load_weight(base + s * STAGE_BYTES + X_BYTES, &w_map, (first + i) * GROUP, column0,
-                      full + s * 8, members);
+                      full + s * 8, members, policy);
       };
       const auto rows = [&](int i) {
         const int s = i % STAGES;
@@ -169,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncwarp();
     if (CLUSTER > 1) {
       cluster_sync();
-      cluster_sync();
+      cluster_meet();
     }
     return;
   }
@@ -188,22 +175,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const float near = weight_scales[i], far = CROSSES ? weight_scales[MOST_STEPS + i] : near;
     const uint64_t a = descriptor(base + s * STAGE_BYTES + half * 64 * GROUP);
     const uint64_t b = descriptor(base + s * STAGE_BYTES + X_BYTES);
-#pragma unroll
-    for (int j = 0; j < BLOCK_N / 2; ++j) asm volatile("" : "+f"(product[j])::"memory");
+    pin(product);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int part32 = 0; part32 < 4; ++part32)
       multiply(product, a + 2 * part32, b + 2 * part32, part32 > 0);
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-    for (int j = 0; j < BLOCK_N / 2; ++j) asm volatile("" : "+f"(product[j])::"memory");
+    wait_products();
+    pin(product);
     __syncwarp();
     if (lane < PAIR) {
       const uint32_t barrier = empty + s * 8;
-      const uint32_t theirs = CLUSTER > 1 ? of_rank(barrier, part * PAIR + lane) : barrier;
-      if (CLUSTER > 1)
-        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(theirs)
+      // The products have been waited for: nothing is left that a wider release would have to order.
+      if (PAIR > 1)
+        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
+                         of_rank(barrier, part * PAIR + lane))
                      : "memory");
       else
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -257,26 +242,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           *reinterpret_cast<uint2*>(pair);
     }
   }
-  if (CLUSTER > 1) cluster_sync();
+  if (CLUSTER > 1) cluster_meet();
 }
 
 namespace {
-
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
-                            const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-                            const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-Encode encoder() {
-  static Encode found = [] {
-    void* symbol = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault,
-                                     &result);
-    return reinterpret_cast<Encode>(symbol);
-  }();
-  return found;
-}
 
 CUresult describe(CUtensorMap* map, CUtensorMapDataType type, const void* data, uint64_t inner,
                   uint64_t outer, uint64_t stride_bytes, uint32_t box_inner, uint32_t box_outer,
@@ -312,15 +281,8 @@ cudaLaunchConfig_t launch(int m, int n, cudaStream_t stream, cudaLaunchAttribute
 extern "C" int fp8_gemm_launch(const void* x, const float* x_scales, int64_t x_step, const void* w,
                                const float* w_scales, int w_scale_row, void* y, int64_t y_stride,
                                int m, int n, int k, int dependent, void* stream) {
-  static bool prepared[64];
-  int device = 0;
-  cudaError_t failed = cudaGetDevice(&device);
-  if (failed == cudaSuccess && !prepared[device % 64])
-    failed =
-        cudaFuncSetAttribute(fp8_gemm, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+  const cudaError_t failed = prepare(reinterpret_cast<const void*>(fp8_gemm), SHARED_BYTES);
   if (failed != cudaSuccess) return failed;
-  prepared[device % 64] = true;
-  if (encoder() == nullptr) return cudaErrorSymbolNotFound;
   CUtensorMap x_map, w_map, scale_map;
   const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   CUresult bad = describe(&x_map, bytes, x, k, m, k, GROUP, BLOCK_M, CU_TENSOR_MAP_SWIZZLE_128B);
@@ -338,7 +300,7 @@ extern "C" int fp8_gemm_launch(const void* x, const float* x_scales, int64_t x_s
 
 // Clusters that run at a time, or less than 0.
 extern "C" int fp8_gemm_clusters() {
-  cudaFuncSetAttribute(fp8_gemm, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+  if (prepare(reinterpret_cast<const void*>(fp8_gemm), SHARED_BYTES) != cudaSuccess) return -1;
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = launch(128, 128, nullptr, attributes, 0);
   int clusters = -1;
