@@ -65,6 +65,7 @@ class World:
         shape = (MOST * PER, LAYERS, PAGE, 576)
         self.pool = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         self.packed = torch.cat([pack_latents(part) for part in self.pool.split(1024)])
+        self.shared = torch.cat([pack_latents(part, True) for part in self.pool.split(1024)])
         self.table = torch.randperm(MOST * PER, device="cuda").int().view(MOST, PER)
         self.workspace = torch.empty(
             flashinfer_backend.WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"
@@ -89,14 +90,14 @@ class Case:
     def arguments(self, i: int, pool: Tensor) -> tuple[Any, ...]:
         return self.query, pool[:, i % LAYERS], self.table(i), self.lengths, self.rows, SCALE
 
-    def split(self, module: Any, pool: Tensor) -> Call:
+    def split(self, module: Any, pool: Tensor, **options: Any) -> Call:
         """A backend of ours: with partial results in a workspace."""
         splits = -(-KV // module.split_tokens(KV, self.batch, self.rows * self.heads))
         floats = splits * self.batch * self.rows * self.heads * 513
         space = torch.empty(floats, device="cuda")
 
         def call(i: int) -> Tensor:
-            given = {"out": self.out, "max_length": KV, "workspace": space}
+            given = {"out": self.out, "max_length": KV, "workspace": space, **options}
             return module.mla_decode(*self.arguments(i, pool), **given)  # type: ignore[no-any-return]
 
         return call
@@ -121,13 +122,19 @@ class Case:
 
     def backends(self) -> dict[str, tuple[str | None, Tensor, Callable[[], Call]]]:
         """By name: why it is not there, the pool it reads, what makes its call."""
-        pool, packed = self.world.pool, self.world.packed
+        pool, packed, shared = self.world.pool, self.world.packed, self.world.shared
+        absent = hopper_mla.unavailable()
         return {
             "FlashMLA": (flash_mla_backend.unavailable(), pool, self.flash_mla),
             "FlashInfer": (flashinfer_backend.unavailable(), pool, self.flashinfer),
             "Triton": (None, pool, lambda: self.split(mla_decode, pool)),
             "Triton-656": (None, packed, lambda: self.split(mla_decode, packed)),
-            "CUDA-656": (hopper_mla.unavailable(), packed, lambda: self.split(hopper_mla, packed)),
+            "CUDA-656": (absent, packed, lambda: self.split(hopper_mla, packed)),
+            "CUDA-656-one": (
+                absent,
+                shared,
+                lambda: self.split(hopper_mla, shared, shared_scale=True),
+            ),
         }
 
     def errors(self, got: Tensor, pool: Tensor) -> list[float]:

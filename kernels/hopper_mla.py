@@ -86,6 +86,7 @@ def _entry() -> ctypes._NamedFuncPointer:
         pointer,
         *(whole,) * 5,
         ctypes.c_float,
+        whole,
         pointer,
     ]
     function.restype = whole
@@ -131,6 +132,7 @@ def mla_decode(
     rows: int,
     scale: float,
     *,
+    shared_scale: bool = False,
     split: int | None = None,
     max_length: int | None = None,
     out: Tensor | None = None,
@@ -139,6 +141,8 @@ def mla_decode(
     """As `kernels.mla_reference.mla_decode` for packed pages; the query is quantised inside.
 
     Args:
+        shared_scale: the four scales of every latent are the same (`pack_latents` with
+            `shared_scale`), and only the first is read: faster.
         split: tokens a split, a multiple of 128; results depend on it. Default: `split_tokens`.
         max_length: a bound of `lengths`; default: what the page table can hold.
         out: [m, heads, 512] bfloat16.
@@ -185,6 +189,7 @@ def mla_decode(
         split,
         splits,
         scale * LOG2_E,
+        shared_scale,
         torch.cuda.current_stream().cuda_stream,
     )
     if code:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pdmesh.kernels import flash_mla_backend, flashinfer_backend, hopper_mla, mla_reference
-from pdmesh.kernels.quantised import pack_latents
+from pdmesh.kernels.quantised import pack_latents, unpack_latents
 from pdmesh.kernels.triton import mla_decode as decode
 from pdmesh.kernels.triton import mla_prefill as prefill
 
@@ -119,6 +119,16 @@ def test_prefill_sees_its_own_past_and_the_cached_prefix(widths):
 @pytest.mark.parametrize("backend", [flash_mla_backend, flashinfer_backend, hopper_mla, decode])
 def test_a_backend_says_why_it_is_not_there(backend):
     assert backend.unavailable() == "no CUDA device"
+
+
+def test_latents_with_one_scale_are_as_exact_as_with_four():
+    g = torch.Generator().manual_seed(0)
+    latent = torch.randn(64, 576, generator=g)
+    four, one = pack_latents(latent), pack_latents(latent, shared_scale=True)
+    scales = one[:, 512:528].contiguous().view(torch.float32)
+    assert (scales == scales[:, :1]).all()
+    errors = [error(unpack_latents(p)[:, :512], latent[:, :512]) for p in (four, one)]
+    assert 0.9 < errors[1] / errors[0] < 1.1
 
 
 def test_flash_mla_names_the_shape_it_does_not_take():

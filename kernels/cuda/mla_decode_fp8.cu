@@ -25,22 +25,28 @@
 
 namespace {
 
-constexpr int PAGE = 64, PAIRS = 64, GROUPS = 4, RANK = 512, ROPE = 64, BYTES = 656;
+constexpr int PAGE = 64, PAIRS = 64, TILES = 4, RANK = 512, ROPE = 64, BYTES = 656;
 constexpr int STAGES = 4;
 constexpr int TILE = 64 * 128;  // bytes of 64 rows of 128
-constexpr int V_STAGE = GROUPS * TILE;
-constexpr int AT_V = 0;
-constexpr int AT_ROPE = AT_V + STAGES * V_STAGE;
-constexpr int AT_Q = AT_ROPE + 2 * TILE;
-constexpr int AT_P = AT_Q + (GROUPS + 1) * TILE;
-constexpr int AT_SCALES = AT_P + GROUPS * TILE;                   // as fetched; then [group][position] float
-constexpr int AT_NORMED = AT_SCALES + STAGES * PAGE * GROUPS * 4;  // scales over the reference, half
-constexpr int AT_SMALL = AT_NORMED + STAGES * PAGE * GROUPS * 2;
-// Row maxima, alpha, row scale; for two steps the references and by how much they shrank the old sums.
-constexpr int SMALL_FLOATS = 2 * PAIRS + PAIRS + PAIRS + 2 * 2 * GROUPS;
-constexpr int AT_BARRIERS = AT_SMALL + SMALL_FLOATS * 4;
-constexpr int SHARED = AT_BARRIERS + (3 * STAGES + 4) * 8;
+constexpr int V_STAGE = TILES * TILE;
 constexpr float ROOM = 64.0f;  // P up to 4, scales up to 1.75 of the reference: 448 at most
+
+// Places in shared memory, G scales a token being used.
+template <int G>
+struct Layout {
+    static constexpr int ROPES = G == 1 ? 4 : 2;
+    static constexpr int V = 0;
+    static constexpr int R = V + STAGES * V_STAGE;
+    static constexpr int Q = R + ROPES * TILE;
+    static constexpr int P = Q + (TILES + 1) * TILE;
+    static constexpr int SCALES = P + G * TILE;                // as fetched; then [group][position] float
+    static constexpr int NORMED = SCALES + STAGES * PAGE * 16;  // [group][position] half, over the reference
+    static constexpr int SMALL = NORMED + STAGES * PAGE * 8;
+    // Row maxima, alpha, row scale; for two steps the references and by how much they shrank the old sums.
+    static constexpr int BARRIERS = SMALL + (4 * PAIRS + 2 * 2 * 4) * 4;
+    static constexpr int BYTES_IN_ALL = BARRIERS + (3 * STAGES + 2 * ROPES) * 8;
+};
+static_assert(Layout<1>::BYTES_IN_ALL <= 232448 && Layout<4>::BYTES_IN_ALL <= 232448);
 
 struct Arguments {
     const __nv_bfloat16* query;
@@ -99,10 +105,10 @@ __device__ __forceinline__ void hold(float (&r)[32]) {
 #pragma unroll
     for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(r[i])::"memory");
 }
-// Rows of 128 bytes, swizzled in 16-byte pieces over eight rows.
-__device__ __forceinline__ uint64_t descriptor(uint32_t at) {
-    return static_cast<uint64_t>((at & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
+// Rows of 128 bytes, swizzled in 16-byte pieces over eight rows: the lower half of a matrix descriptor. 32
+// bytes on along the rows are two more. The upper half is DESCRIPTOR_HIGH, eight rows being 1024 bytes.
+__device__ __forceinline__ uint32_t descriptor(uint32_t at) { return ((at & 0x3ffff) >> 4) | (1u << 16); }
+#define DESCRIPTOR_HIGH "0x40000040"
 
 #define ACC32(d)                                                                                            \
     "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),        \
@@ -114,20 +120,23 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t at) {
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "      \
     "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
 
-__device__ __forceinline__ void mma_fp8(float (&d)[32], uint64_t a, uint64_t b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " REGS32 ", %32, %33, p, 1, 1;\n}"
-                 : ACC32(d) : "l"(a), "l"(b), "r"(add));
+template <bool ADD>
+__device__ __forceinline__ void mma_fp8(float (&d)[32], uint32_t a, uint32_t b) {
+    asm volatile("{\n.reg .b64 a, b;\nmov.b64 a, {%32, " DESCRIPTOR_HIGH "};\nmov.b64 b, {%33, " DESCRIPTOR_HIGH
+                 "};\nwgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " REGS32 ", a, b, %34, 1, 1;\n}"
+                 : ACC32(d) : "r"(a), "r"(b), "n"(ADD));
 }
-__device__ __forceinline__ void mma_bf16(float (&d)[32], uint64_t a, uint64_t b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " REGS32 ", %32, %33, p, 1, 1, 0, 0;\n}"
-                 : ACC32(d) : "l"(a), "l"(b), "r"(add));
+template <bool ADD>
+__device__ __forceinline__ void mma_bf16(float (&d)[32], uint32_t a, uint32_t b) {
+    asm volatile("{\n.reg .b64 a, b;\nmov.b64 a, {%32, " DESCRIPTOR_HIGH "};\nmov.b64 b, {%33, " DESCRIPTOR_HIGH
+                 "};\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " REGS32 ", a, b, %34, 1, 1, 0, 0;\n}"
+                 : ACC32(d) : "r"(a), "r"(b), "n"(ADD));
 }
-__device__ __forceinline__ void mma_fp8_registers(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " REGS32
-                 ", {%32, %33, %34, %35}, %36, 1, 1, 1;\n"
-                 : ACC32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+__device__ __forceinline__ void mma_fp8_registers(float (&d)[32], const uint32_t (&a)[4], uint32_t b) {
+    asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%36, " DESCRIPTOR_HIGH
+                 "};\nwgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " REGS32
+                 ", {%32, %33, %34, %35}, b, 1, 1, 1;\n}"
+                 : ACC32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 __device__ __forceinline__ uint32_t pack_fp8(float a, float b, float c, float d) {
     uint32_t word;
@@ -160,9 +169,9 @@ __device__ __forceinline__ void load_values(uint32_t (&a)[4], uint32_t at) {
 }
 
 // A tile's queries to FP8 with one power of two a row: thread t does a quarter of row t / 4.
-__device__ __forceinline__ void load_query(const Arguments& a, char* shared, int tid, long first, int count) {
+__device__ __forceinline__ void load_query(const Arguments& a, char* to_query, float* row_scale, int tid, long first,
+                                           int count) {
     const int row = tid / 4, part = tid % 4;
-    float* row_scale = reinterpret_cast<float*>(shared + AT_SMALL) + 3 * PAIRS;
     uint4 raw[16], rope[2];
     float most = 0.0f;
     const bool inside = row < count;
@@ -197,7 +206,7 @@ __device__ __forceinline__ void load_query(const Arguments& a, char* shared, int
             const float2 y = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(w + 1));
             word[j] = pack_fp8(x.x * back, x.y * back, y.x * back, y.y * back);
         }
-        char* to = shared + AT_Q + part * TILE + row * 128 + ((i ^ (row & 7)) << 4);
+        char* to = to_query + part * TILE + row * 128 + ((i ^ (row & 7)) << 4);
         *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
     }
 #pragma unroll
@@ -209,7 +218,7 @@ __device__ __forceinline__ void load_query(const Arguments& a, char* shared, int
             v[j] = __floats2bfloat162_rn(f.x * back, f.y * back);
         }
         const int piece = part * 2 + i;
-        *reinterpret_cast<uint4*>(shared + AT_Q + GROUPS * TILE + row * 128 + ((piece ^ (row & 7)) << 4)) = rope[i];
+        *reinterpret_cast<uint4*>(to_query + TILES * TILE + row * 128 + ((piece ^ (row & 7)) << 4)) = rope[i];
     }
 }
 
@@ -220,32 +229,33 @@ __device__ __forceinline__ int position(int token) {
 }
 
 // One warp, a step's pages p0 and p0 + 1: their scales by position, references, zeros where no token is.
+template <int G>
 __device__ __forceinline__ void prepare(char* shared, uint32_t full, uint32_t ready, int p0, int pages, int begin,
-                                        int length, int lane, float (&reference)[GROUPS]) {
-    float most[GROUPS] = {0.0f, 0.0f, 0.0f, 0.0f};
+                                        int length, int lane, float (&reference)[G]) {
+    using At = Layout<G>;
+    float most[G];
+#pragma unroll
+    for (int g = 0; g < G; ++g) most[g] = 0.0f;
     const int count = min(2, pages - p0);
     for (int i = 0; i < count; ++i) {
         const int p = p0 + i, stage = p % STAGES, left = length - begin - p * PAGE;
+        const float* scales = reinterpret_cast<const float*>(shared + At::SCALES) + stage * PAGE * 4;
         barrier_wait(full + 8 * stage, (p / STAGES) & 1);
         if (left < PAGE) {
             for (int token = left + lane; token < PAGE; token += 32)
-                reinterpret_cast<uint4*>(shared + AT_SCALES)[stage * PAGE + token] = make_uint4(0, 0, 0, 0);
+                reinterpret_cast<uint4*>(shared + At::SCALES)[stage * PAGE + token] = make_uint4(0, 0, 0, 0);
             for (int token = left; token < PAGE; ++token)
-                *reinterpret_cast<uint4*>(shared + AT_V + stage * V_STAGE + (lane / 8) * TILE + token * 128 +
+                *reinterpret_cast<uint4*>(shared + At::V + stage * V_STAGE + (lane / 8) * TILE + token * 128 +
                                           lane % 8 * 16) = make_uint4(0, 0, 0, 0);
             __syncwarp();
         }
-        for (int h = 0; h < 2; ++h) {
-            const float4 x = reinterpret_cast<const float4*>(shared + AT_SCALES)[stage * PAGE + lane + 32 * h];
-            most[0] = fmaxf(most[0], x.x);
-            most[1] = fmaxf(most[1], x.y);
-            most[2] = fmaxf(most[2], x.z);
-            most[3] = fmaxf(most[3], x.w);
-        }
-    }
-    float* step = reinterpret_cast<float*>(shared + AT_SMALL) + 4 * PAIRS + p0 / 2 % 2 * 2 * GROUPS;
 #pragma unroll
-    for (int g = 0; g < GROUPS; ++g) {
+        for (int g = 0; g < G; ++g)
+            most[g] = fmaxf(most[g], fmaxf(scales[4 * lane + g], scales[4 * (lane + 32) + g]));
+    }
+    float* step = reinterpret_cast<float*>(shared + At::SMALL) + 4 * PAIRS + p0 / 2 % 2 * 8;
+#pragma unroll
+    for (int g = 0; g < G; ++g) {
         const float top = __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(most[g])));
         float shrink = 1.0f;
         if (top > 1.75f * reference[g]) {
@@ -253,33 +263,33 @@ __device__ __forceinline__ void prepare(char* shared, uint32_t full, uint32_t re
             reference[g] = top;
         }
         if (lane == 0) {
-            step[g] = reference[g];
-            step[GROUPS + g] = shrink;
+#pragma unroll
+            for (int i = g; i < (G == 1 ? 4 : g + 1); ++i) {
+                step[i] = reference[g];
+                step[4 + i] = shrink;
+            }
         }
         most[g] = reference[g] > 0.0f ? ROOM / reference[g] : 0.0f;
     }
     for (int i = 0; i < count; ++i) {
-        float* at = reinterpret_cast<float*>(shared + AT_SCALES) + (p0 + i) % STAGES * GROUPS * PAGE;
-        __half* normed = reinterpret_cast<__half*>(shared + AT_NORMED) + (p0 + i) % STAGES * GROUPS * PAGE;
-        const float4 x = reinterpret_cast<const float4*>(at)[lane], y = reinterpret_cast<const float4*>(at)[lane + 32];
+        const int stage = (p0 + i) % STAGES;
+        float* scales = reinterpret_cast<float*>(shared + At::SCALES) + stage * PAGE * 4;
+        __half* normed = reinterpret_cast<__half*>(shared + At::NORMED) + stage * PAGE * 4;
+        float x[2][G];
+#pragma unroll
+        for (int g = 0; g < G; ++g) {
+            x[0][g] = scales[4 * lane + g];
+            x[1][g] = scales[4 * (lane + 32) + g];
+        }
         __syncwarp();
-        const int place = position(lane);
-        at[place] = x.x;
-        at[place + PAGE] = x.y;
-        at[place + 2 * PAGE] = x.z;
-        at[place + 3 * PAGE] = x.w;
-        at[place + 32] = y.x;
-        at[place + 32 + PAGE] = y.y;
-        at[place + 32 + 2 * PAGE] = y.z;
-        at[place + 32 + 3 * PAGE] = y.w;
-        normed[place] = __float2half(x.x * most[0]);
-        normed[place + PAGE] = __float2half(x.y * most[1]);
-        normed[place + 2 * PAGE] = __float2half(x.z * most[2]);
-        normed[place + 3 * PAGE] = __float2half(x.w * most[3]);
-        normed[place + 32] = __float2half(y.x * most[0]);
-        normed[place + 32 + PAGE] = __float2half(y.y * most[1]);
-        normed[place + 32 + 2 * PAGE] = __float2half(y.z * most[2]);
-        normed[place + 32 + 3 * PAGE] = __float2half(y.w * most[3]);
+#pragma unroll
+        for (int g = 0; g < G; ++g)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int at = g * PAGE + position(lane) + 32 * h;
+                scales[at] = x[h][g];
+                normed[at] = __float2half(x[h][g] * most[g]);
+            }
     }
     proxy_fence();
     __syncwarp();
@@ -289,8 +299,10 @@ __device__ __forceinline__ void prepare(char* shared, uint32_t full, uint32_t re
     }
 }
 
+template <int G>
 __global__ void __launch_bounds__(384, 1)
 decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUtensorMap scales, const Arguments a) {
+    using At = Layout<G>;
     extern __shared__ __align__(1024) char shared[];
     const int tid = threadIdx.x, group = tid / 128, lane = tid % 32, warp = tid % 128 / 32;
     const int sequence = blockIdx.y, piece = blockIdx.z;
@@ -302,15 +314,15 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
     const int pairs = a.rows * a.heads;
     const int tile = blockIdx.x * PAIRS;
     const uint32_t base = shared_address(shared);
-    const uint32_t full = base + AT_BARRIERS, empty = full + 8 * STAGES;
-    const uint32_t ready = empty + 8 * STAGES, rope_full = ready + 8 * STAGES, rope_empty = rope_full + 16;
+    const uint32_t full = base + At::BARRIERS, empty = full + 8 * STAGES;
+    const uint32_t ready = empty + 8 * STAGES, rope_full = ready + 8 * STAGES, rope_empty = rope_full + 8 * At::ROPES;
     if (tid == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(full + 8 * i, 1);
             barrier_init(empty + 8 * i, 8);
             barrier_init(ready + 8 * i, 1);
         }
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < At::ROPES; ++i) {
             barrier_init(rope_full + 8 * i, 1);
             barrier_init(rope_empty + 8 * i, 4);
         }
@@ -328,52 +340,77 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
                 const int row = static_cast<int>(table[p] * a.page_rows);
                 const uint32_t done = full + 8 * stage;
                 barrier_expect(done, V_STAGE + PAGE * 16);
-                fetch(base + AT_SCALES + stage * PAGE * 16, &scales, RANK, row, done);
-                for (int g = 0; g < GROUPS; ++g)
-                    fetch(base + AT_V + stage * V_STAGE + g * TILE, &values, g * 128, row, done);
+                fetch(base + At::SCALES + stage * PAGE * 16, &scales, RANK, row, done);
+                for (int g = 0; g < TILES; ++g)
+                    fetch(base + At::V + stage * V_STAGE + g * TILE, &values, g * 128, row, done);
             }
         } else if (warp == 1 && lane == 0) {
             for (int p = 0; p < pages; ++p) {
-                const int slot = p % 2;
-                if (p >= 2) barrier_wait(rope_empty + 8 * slot, (p / 2 - 1) & 1);
+                const int slot = p % At::ROPES;
+                if (p >= At::ROPES) barrier_wait(rope_empty + 8 * slot, (p / At::ROPES - 1) & 1);
                 const int row = static_cast<int>(table[p] * a.page_rows);
                 barrier_expect(rope_full + 8 * slot, TILE);
-                fetch(base + AT_ROPE + slot * TILE, &values, RANK + 16, row, rope_full + 8 * slot);
+                fetch(base + At::R + slot * TILE, &values, RANK + 16, row, rope_full + 8 * slot);
             }
         } else if (warp == 2) {
-            float reference[GROUPS] = {0.0f, 0.0f, 0.0f, 0.0f};
+            float reference[G];
+#pragma unroll
+            for (int g = 0; g < G; ++g) reference[g] = 0.0f;
             for (int p0 = 0; p0 < pages; p0 += 2)
-                prepare(shared, full, ready, p0, pages, begin, length, lane, reference);
+                prepare<G>(shared, full, ready, p0, pages, begin, length, lane, reference);
         }
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
 
-    float* row_max = reinterpret_cast<float*>(shared + AT_SMALL);
+    float* row_max = reinterpret_cast<float*>(shared + At::SMALL);
     float* row_alpha = row_max + 2 * PAIRS;
     float* row_scale = row_alpha + PAIRS;
     const float* step_scales = row_scale + PAIRS;
     const int q4 = lane % 4, r0 = 16 * warp + lane / 4;
     const long first = static_cast<long>(sequence) * pairs + tile;
-    load_query(a, shared, tid, first, pairs - tile);
+    load_query(a, shared + At::Q, row_scale, tid, first, pairs - tile);
     proxy_fence();
     meet(1, 256);
 
-    int limit[2];
-    float factor[2], peak[2], total[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int pair = tile + r0 + 8 * i;
-        limit[i] = min(end, length - (a.rows - 1 - min(pair, pairs - 1) / a.heads));
-        factor[i] = row_scale[r0 + 8 * i];
-        peak[i] = -INFINITY;
-    }
-    float2 reference = make_float2(0.0f, 0.0f);  // of this warpgroup's two groups of values
+    float peak[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f};
     float acc[4][32];
 #pragma unroll
     for (int b = 0; b < 4; ++b)
 #pragma unroll
         for (int i = 0; i < 32; ++i) acc[b][i] = 0.0f;
+
+    // Products of page p with the queries, not waited for: rotated part to s, the others to t.
+    float s[32], t[32];
+    const auto rotated = [&](int p) {
+        const int slot = p % At::ROPES;
+        const uint32_t qd = descriptor(base + At::Q + TILES * TILE), kd = descriptor(base + At::R + slot * TILE);
+        mma_fence();
+        mma_bf16<false>(s, qd, kd);
+#pragma unroll
+        for (int k = 1; k < 4; ++k) mma_bf16<true>(s, qd + 2 * k, kd + 2 * k);
+    };
+    const auto latent = [&](int p, int first_tile, int tiles) {
+        const uint32_t qd = descriptor(base + At::Q + first_tile * TILE);
+        const uint32_t kd = descriptor(base + At::V + p % STAGES * V_STAGE + first_tile * TILE);
+        mma_fp8<false>(t, qd, kd);
+#pragma unroll
+        for (int k = 1; k < 4 * tiles; ++k) {
+            const int on = k / 4 * (TILE / 16) + 2 * (k % 4);
+            mma_fp8<true>(t, qd + on, kd + on);
+        }
+        mma_commit();
+    };
+    // What is not there is multiplied too, so that no product is conditional; nothing is made of it.
+    const auto all_products = [&](int p) {
+        if (p < pages) {
+            barrier_wait(rope_full + 8 * (p % At::ROPES), (p / At::ROPES) & 1);
+            barrier_wait(full + 8 * (p % STAGES), (p / STAGES) & 1);
+        }
+        rotated(p);
+        latent(p, 0, TILES);
+    };
+    if constexpr (G == 1) all_products(group);
 
     for (int p0 = 0; p0 < pages; p0 += 2) {
         const int p = p0 + group;
@@ -381,45 +418,48 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
         const int stage = p % STAGES;
         const int first_token = begin + p * PAGE;
         const bool whole = first_token + PAGE <= end - (a.rows - 1);
-        float s[32];
         float high[2] = {-INFINITY, -INFINITY};
+        const float factor[2] = {row_scale[r0], row_scale[r0 + 8]};
+        const float4* scales_at = reinterpret_cast<const float4*>(shared + At::SCALES) + stage * PAGE + q4;
+        if constexpr (G == 1) {
+            mma_wait<0>();
+            hold(s);
+            hold(t);
+        }
         if (mine) {
-            barrier_wait(rope_full + 8 * group, (p / 2) & 1);
-            {
-                const uint64_t qd = descriptor(base + AT_Q + GROUPS * TILE);
-                const uint64_t kd = descriptor(base + AT_ROPE + group * TILE);
-                mma_fence();
-#pragma unroll
-                for (int k = 0; k < 4; ++k) mma_bf16(s, qd + 2 * k, kd + 2 * k, k > 0);
+            barrier_wait(ready + 8 * stage, (p / STAGES) & 1);
+            if constexpr (G == 1) {
+                if (lane == 0) barrier_arrive(rope_empty + 8 * (p % At::ROPES));
+            } else {
+                barrier_wait(rope_full + 8 * (p % At::ROPES), (p / At::ROPES) & 1);
+                rotated(p);
                 mma_commit();
             }
-            barrier_wait(full + 8 * stage, (p / STAGES) & 1);
-            barrier_wait(ready + 8 * stage, (p / STAGES) & 1);
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g) {
-                float t[32];
-                const uint64_t qd = descriptor(base + AT_Q + g * TILE);
-                const uint64_t kd = descriptor(base + AT_V + stage * V_STAGE + g * TILE);
-                mma_fence();
-#pragma unroll
-                for (int k = 0; k < 4; ++k) mma_fp8(t, qd + 2 * k, kd + 2 * k, k > 0);
-                mma_commit();
-                mma_wait<0>();
-                if (g == 0) {
-                    hold(s);
-                    if (lane == 0) barrier_arrive(rope_empty + 8 * group);
+            for (int g = 0; g < G; ++g) {
+                if constexpr (G > 1) {
+                    mma_fence();
+                    latent(p, g, 1);
+                    mma_wait<0>();
+                    if (g == 0) {
+                        hold(s);
+                        if (lane == 0) barrier_arrive(rope_empty + 8 * (p % At::ROPES));
+                    }
+                    hold(t);
                 }
-                hold(t);
-                const float4* at = reinterpret_cast<const float4*>(shared + AT_SCALES) + (stage * GROUPS + g) * 16 + q4;
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const float4 x = at[4 * j];
+                    const float4 x = scales_at[g * 16 + 4 * j];
                     const float scale[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
                     for (int e = 0; e < 8; ++e) s[8 * j + e] += scale[e / 4 * 2 + e % 2] * t[8 * j + e];
                 }
             }
             if (!whole) {
+                int limit[2];
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    limit[i] = min(end, length - (a.rows - 1 - min(tile + r0 + 8 * i, pairs - 1) / a.heads));
 #pragma unroll
                 for (int i = 0; i < 32; ++i)
                     if (first_token + 8 * (i / 4) + 2 * q4 + i % 2 >= limit[i % 4 / 2]) s[i] = -INFINITY;
@@ -436,9 +476,8 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
         meet(1, 256);
 
         barrier_wait(ready + 8 * (p0 % STAGES), (p0 / STAGES) & 1);
-        const float* step = step_scales + p0 / 2 % 2 * 2 * GROUPS + 2 * group;
-        reference = *reinterpret_cast<const float2*>(step);
-        const float2 shrunk = *reinterpret_cast<const float2*>(step + GROUPS);
+        const float* step = step_scales + p0 / 2 % 2 * 8 + 2 * group;
+        const float2 shrunk = *reinterpret_cast<const float2*>(step + 4);
         bool changed = shrunk.x != 1.0f || shrunk.y != 1.0f;
         float from[2];
 #pragma unroll
@@ -460,7 +499,7 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
                 s[i] = exp2_fast(fmaf(s[i], factor[i % 4 / 2], -from[i % 4 / 2]));
                 total[i % 4 / 2] += s[i];
             }
-            const uint2* at = reinterpret_cast<const uint2*>(shared + AT_NORMED) + stage * GROUPS * 16 + q4;
+            const uint2* at = reinterpret_cast<const uint2*>(shared + At::NORMED) + stage * PAGE + q4;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 __half2 x[2][2];
@@ -468,14 +507,14 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
                 for (int i = 0; i < 4; ++i)
                     x[i % 2][i / 2] = __floats2half2_rn(s[8 * j + 2 * i], s[8 * j + 2 * i + 1]);
 #pragma unroll
-                for (int g = 0; g < GROUPS; ++g) {
+                for (int g = 0; g < G; ++g) {
                     const uint2 w = at[g * 16 + 4 * j];
                     const __half2 w0 = *reinterpret_cast<const __half2*>(&w.x);
                     const __half2 w1 = *reinterpret_cast<const __half2*>(&w.y);
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         const int row = r0 + 8 * i;
-                        char* to = shared + AT_P + g * TILE + row * 128 + (((4 * group + j) ^ (row & 7)) << 4);
+                        char* to = shared + At::P + g * TILE + row * 128 + (((4 * group + j) ^ (row & 7)) << 4);
                         *reinterpret_cast<uint32_t*>(to + 4 * q4) =
                             pack_fp8(__hmul2(x[i][0], w0), __hmul2(x[i][1], w1));
                     }
@@ -508,18 +547,24 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
 #pragma unroll
                 for (int b = 0; b < 4; ++b) {
                     const int g = 2 * group + b / 2, chunk = 4 * (b % 2) + warp;
-                    load_values(v[k % 2][b], base + AT_V + from_stage * V_STAGE + g * TILE + token * 128 +
+                    load_values(v[k % 2][b], base + At::V + from_stage * V_STAGE + g * TILE + token * 128 +
                                                  ((chunk ^ (lane & 7)) << 4));
                 }
                 mma_fence();
 #pragma unroll
                 for (int b = 0; b < 4; ++b)
                     mma_fp8_registers(acc[b], v[k % 2][b],
-                                      descriptor(base + AT_P + (2 * group + b / 2) * TILE) + 2 * k);
+                                      descriptor(base + At::P + (G == 1 ? 0 : 2 * group + b / 2) * TILE) + 2 * k);
                 mma_commit();
             }
         }
-        mma_wait<0>();
+        if constexpr (G == 1) {
+            mma_wait<1>();
+            all_products(p + 2);
+            mma_wait<1>();
+        } else {
+            mma_wait<0>();
+        }
 #pragma unroll
         for (int b = 0; b < 4; ++b) hold(acc[b]);
         if (lane == 0) {
@@ -527,6 +572,10 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
             if (steps == 4) barrier_arrive(empty + 8 * ((p0 + 1) % STAGES));
         }
     }
+
+    if constexpr (G == 1) mma_wait<0>();
+    float2 reference = make_float2(0.0f, 0.0f);  // of this warpgroup's values
+    if (pages > 0) reference = *reinterpret_cast<const float2*>(step_scales + (pages - 1) / 2 % 2 * 8 + 2 * group);
 
     // Sums of both warpgroups, then what a pair's accumulators are multiplied by.
 #pragma unroll
@@ -587,7 +636,7 @@ bool make_map(CUtensorMap* map, Encode encode, void* pages, uint64_t rows, uint3
 extern "C" int pdmesh_mla_decode_fp8(const void* query, void* out, void* partial, void* sums, void* pages,
                                      long rows_total, long page_rows, const int* page_table, int table_stride,
                                      const int* lengths, int sequences, int rows, int heads, int split, int splits,
-                                     float scale_log2, void* stream) {
+                                     float scale_log2, int shared_scale, void* stream) {
     static Encode encode = nullptr;
     if (encode == nullptr) {
         void* found = nullptr;
@@ -596,7 +645,9 @@ extern "C" int pdmesh_mla_decode_fp8(const void* query, void* out, void* partial
             cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
         if (error != cudaSuccess) return error;
         if (found == nullptr) return cudaErrorNotSupported;
-        const cudaError_t set = cudaFuncSetAttribute(decode, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+        const cudaFuncAttribute most = cudaFuncAttributeMaxDynamicSharedMemorySize;
+        cudaError_t set = cudaFuncSetAttribute(decode<1>, most, Layout<1>::BYTES_IN_ALL);
+        if (set == cudaSuccess) set = cudaFuncSetAttribute(decode<4>, most, Layout<4>::BYTES_IN_ALL);
         if (set != cudaSuccess) return set;
         encode = reinterpret_cast<Encode>(found);
     }
@@ -620,6 +671,10 @@ extern "C" int pdmesh_mla_decode_fp8(const void* query, void* out, void* partial
     a.number = sequences * rows * heads;
     a.scale_log2 = scale_log2;
     const dim3 grid((rows * heads + PAIRS - 1) / PAIRS, sequences, splits);
-    decode<<<grid, 384, SHARED, static_cast<cudaStream_t>(stream)>>>(values, scales, a);
+    const auto on = static_cast<cudaStream_t>(stream);
+    if (shared_scale)
+        decode<1><<<grid, 384, Layout<1>::BYTES_IN_ALL, on>>>(values, scales, a);
+    else
+        decode<4><<<grid, 384, Layout<4>::BYTES_IN_ALL, on>>>(values, scales, a);
     return cudaGetLastError();
 }

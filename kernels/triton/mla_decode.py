@@ -156,10 +156,10 @@ def combine_kernel(
 def tuning_for(pairs: int, packed: bool) -> Tuning:
     """Program sizes for `pairs` (row, head) pairs a sequence."""
     if pairs <= 16:
-        return Tuning(16, 32, 4, 2)
-    if pairs <= 32:
+        return Tuning(16, 32, 4, 3 if packed else 2)
+    if pairs <= 32 and not packed:
         return Tuning(32, 32, 4, 2)
-    return Tuning(64, 32 if packed else 64, 8, 1 if packed else 2)
+    return Tuning(64, 64, 8, 2)
 
 
 def split_tokens(max_length: int, sequences: int, pairs: int, processors: int = 132) -> int:

@@ -107,7 +107,7 @@ def mla_prefill(
     max_queries: int | None = None,
     out: Tensor | None = None,
     block_m: int = 128,
-    block_n: int = 64,
+    block_n: int = 128,
     warps: int = 8,
     stages: int = 2,
 ) -> Tensor:
