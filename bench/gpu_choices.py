@@ -21,7 +21,8 @@ from pdmesh.kernels import cublaslt_backend, deep_gemm_backend
 from pdmesh.kernels import quantised as ref
 from pdmesh.kernels import rope_append as definition
 from pdmesh.kernels.gate import GateRule, choose_experts
-from pdmesh.kernels.quantised import Rows
+from pdmesh.kernels.gemm_config import cluster_tile
+from pdmesh.kernels.quantised import BlockWeight, Rows
 from pdmesh.kernels.rope import apply_rope
 
 RULE = GateRule("noaux_tc", 256, 8, 8, 4, True, 2.5)
@@ -95,6 +96,14 @@ def gate_bf16(normed: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
     return choose_experts(logits, weights.gate_bias, RULE)
 
 
+def _absorb(**options: bool) -> Callable[[Any], Any]:
+    return lambda run: lambda query, w, rotated: run(query, w.key, rotated, 1.0, **options)
+
+
+def _values(**options: bool) -> Callable[[Any], Any]:
+    return lambda run: lambda latent, w: run(latent, w.value, **options)
+
+
 def _gate_by(weight: str) -> Callable[[Any], Any]:
     """This project's gate on the weights of that name; it counts the choices besides."""
     return lambda run: lambda normed, w: run(normed, getattr(w, weight), w.gate_bias, RULE)[:2]
@@ -117,13 +126,25 @@ def _defined(result: Any, call: Call) -> Any:
     return result[:, :count]
 
 
-def _dense(result_of: str = "") -> list[Candidate]:
+def _dense() -> list[Candidate]:
     found = [
         Candidate("DeepGEMM", deep_gemm_backend.fp8_gemm),
         Candidate("cuBLASLt", cublaslt_backend.fp8_gemm),
     ]
     found += own("triton.splitk_gemm", "fp8_gemm", "split-K")
+    found += own("cuda_gemm", "fp8_gemm", "cluster")
+    found += own("cuda_gemm", "fp8_gemm", "cluster, dependent", _dependent_tile)
     return found
+
+
+def _dependent_tile(run: Any) -> Callable[..., Tensor]:
+    """The product in clusters, which asks for its weights before the kernel ahead is done."""
+
+    def product(x: Rows, weight: BlockWeight) -> Tensor:
+        (m, k), n = x.values.shape, weight.values.shape[0]
+        return run(x, weight, tile=cluster_tile(m, n, k)._replace(dependent=True))
+
+    return product
 
 
 def _masked_silu(gate_up: Tensor, counts: Tensor) -> Rows:
@@ -139,8 +160,18 @@ def _sorted_weights(result: Any, call: Call) -> Tensor:
     return result[1].sort(dim=-1).values
 
 
-def steps() -> dict[str, Step]:
-    """All steps of a MoE and a dense layer."""
+def steps(without: Sequence[str] = ()) -> dict[str, Step]:
+    """All steps of a MoE and a dense layer; candidates of which `without` names a part are left."""
+    table = _all_steps()
+    for step in table.values():
+        step.candidates[:] = [
+            one for one in step.candidates if not any(part in one.name for part in without)
+        ]
+    return table
+
+
+def _all_steps() -> dict[str, Step]:
+    values = "project_values_quantise"
     add_norm = Step(
         ref.add_rms_norm_quantise,
         [
@@ -192,12 +223,9 @@ def steps() -> dict[str, Step]:
                     "torch bf16",
                     lambda query, w, rotated: lib.torch_absorb(query, w.key_bf16, rotated),
                 ),
-                *own(
-                    "triton.absorbed",
-                    "absorb_query",
-                    "FP8 BMM",
-                    lambda run: lambda query, w, rotated: run(query, w.key, rotated, 1.0),
-                ),
+                *own("cuda_absorbed", "absorb_query", "CUDA", _absorb()),
+                *own("cuda_absorbed", "absorb_query", "CUDA, dependent", _absorb(dependent=True)),
+                *own("triton.absorbed", "absorb_query", "Triton", _absorb()),
             ],
             SMALL,
         ),
@@ -215,12 +243,9 @@ def steps() -> dict[str, Step]:
             lambda latent, w: ref.project_values_quantise(latent, w.value),
             [
                 Candidate("torch bf16", lambda latent, w: lib.torch_values(latent, w.value_bf16)),
-                *own(
-                    "triton.absorbed",
-                    "project_values_quantise",
-                    "FP8 BMM",
-                    lambda run: lambda latent, w: run(latent, w.value),
-                ),
+                *own("cuda_absorbed", values, "CUDA", _values()),
+                *own("cuda_absorbed", values, "CUDA, dependent", _values(dependent=True)),
+                *own("triton.absorbed", values, "Triton", _values()),
             ],
             LOOSE,
         ),

@@ -176,10 +176,9 @@ def library_settings(dependent: bool) -> Iterator[None]:
         deep_gemm.set_pdl(False)
 
 
-def measure(key: str, sets: int, clocks: Clocks) -> dict[str, Any]:
+def measure(key: str, sets: int, clocks: Clocks, table: dict[str, Step]) -> dict[str, Any]:
     rank = RANKS[key]
     bound = bounds.moe_layer(rank.batch, rank.query, rank.kv, rank.ranks, rank.heads)
-    table = steps()
     print(f"\n{rank.name}: {rank.experts} experts of {rank.rows} rows, batch {rank.batch}")
     began = time.perf_counter()
     blocks = blocks_of(rank, sets, {name: usable(step) for name, step in table.items()})
@@ -249,9 +248,9 @@ def step_rows(
     ]
 
 
-def measure_rest() -> dict[str, float]:
+def measure_rest(table: dict[str, Step]) -> dict[str, float]:
     """A dense layer's MLP and the logits, in microseconds: what the projection needs besides."""
-    rank, table = RANKS["ep128"], steps()
+    rank = RANKS["ep128"]
     blocks = blocks_of(rank, 2, {name: usable(step) for name, step in table.items()}, dense=True)
     note(blocks, dense=True)
     bound = bounds.dense_layer(rank.batch, rank.query, rank.kv)
@@ -279,6 +278,7 @@ def main() -> None:
         "--warm", action="store_true", help="compile DeepGEMM's kernels at once first"
     )
     parser.add_argument("--rest", action="store_true", help="also a dense MLP and the logits")
+    parser.add_argument("--without", nargs="*", default=[], help="parts of candidates' names")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.warm:
@@ -297,11 +297,11 @@ def main() -> None:
 
     with torch.inference_mode(), Clocks() as clocks:
         for key in args.ranks:
-            found[key] = measure(key, SETS[key], clocks)
+            found[key] = measure(key, SETS[key], clocks, steps(args.without))
             torch.cuda.empty_cache()
             save()
         if args.rest:
-            found["rest"] = measure_rest()
+            found["rest"] = measure_rest(steps(args.without))
     found["clocks"] = clocks.summary()
     print("\nclocks (lowest, median, highest):", found["clocks"])
     save()

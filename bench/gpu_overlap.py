@@ -184,9 +184,9 @@ def measure(
     return found
 
 
-def chosen_ops(batch: int) -> dict[str, Any]:
+def chosen_ops(batch: int, without: Sequence[str]) -> dict[str, Any]:
     """The fastest correct candidate of each step at this batch."""
-    rank, table = Rank("chosen", 128, batch=batch), steps()
+    rank, table = Rank("chosen", 128, batch=batch), steps(without)
     blocks = blocks_of(rank, 3, {name: usable(step) for name, step in table.items()})
     note(blocks)
     chosen, _ = choose(blocks, table, ORDER, lambda name, best, tried: None)
@@ -201,13 +201,16 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[4, 8, 16, 32, 64, 128])
     parser.add_argument("--layers", type=int, default=9)
     parser.add_argument("--warm", action="store_true", help="compile DeepGEMM's kernels first")
+    parser.add_argument("--without", nargs="*", default=[], help="parts of candidates' names")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.warm:
         tokens = sorted({b * q for b in args.batches for q in (1, 2)})
         compile_products(layer_jobs(tokens, [(2, 4 * count) for count in tokens]), 12)
     with torch.inference_mode(), Clocks() as clocks:
-        rows = measure(args.batches, args.layers, {n: chosen_ops(n) for n in CHOSEN_AT})
+        rows = measure(
+            args.batches, args.layers, {n: chosen_ops(n, args.without) for n in CHOSEN_AT}
+        )
     gains = gain(rows, "microbatch", "dispatch_overlap")
     begins = crossover(gains)
     print("microbatch beside dispatch_overlap:", {b: f"{g:+.1%}" for b, g in gains.items()})

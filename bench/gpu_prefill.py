@@ -15,7 +15,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ DEEP_EP_NORMAL = {4096: (494.0, 979.0), 8192: (969.0, 1835.0)}
 class Layer:
     """A layer's steps over one prompt; `times` are filled as they are first called."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, table: dict[str, Step]) -> None:
         self.tokens = tokens
         self.rank = Rank("prefill", EP, batch=1, query=tokens, kv=tokens)
         self.w = Weights(self.rank, 3)
@@ -53,7 +53,7 @@ class Layer:
         pages = self.state.pool.shape[0]
         self.state.table.copy_(torch.arange(pages, device="cuda")[None])
         self.state.slots.copy_(self.state.positions)
-        self.table = steps()
+        self.table = table
         self.times: dict[str, float] = {}
         self.by: dict[str, str] = {}
 
@@ -198,9 +198,9 @@ MOE = (
 )
 
 
-def measure(tokens: int) -> dict[str, Any]:
+def measure(tokens: int, without: Sequence[str]) -> dict[str, Any]:
     print(f"\n{tokens} tokens, {EP} ranks")
-    layer = Layer(tokens)
+    layer = Layer(tokens, steps(without))
     query, rotated = layer.shared_front()
     heads = layer.multi_head(query, rotated)
     try:
@@ -231,17 +231,29 @@ def measure(tokens: int) -> dict[str, Any]:
     return {"times": layer.times, "by": layer.by} | sums
 
 
+def compile_attention() -> None:
+    """FlashInfer compiles its prefill kernels when they are first planned."""
+    ends = torch.tensor([0, 128], dtype=torch.int32)
+    plan = Prefill(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"))
+    plan.plan(ends, ends, bounds.HEADS, (192, 128), SCALE)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", type=int, nargs="*", default=[4096, 16384])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--without", nargs="*", default=[], help="parts of candidates' names")
+    parser.add_argument("--compile", action="store_true", help="compile FlashInfer's kernels only")
     args = parser.parse_args()
+    if args.compile:
+        compile_attention()
+        return
     found: dict[str, Any] = {}
     with torch.inference_mode(), Clocks() as clocks:
         for tokens in args.prompts:
-            found[str(tokens)] = measure(tokens)
+            found[str(tokens)] = measure(tokens, args.without)
             torch.cuda.empty_cache()
             if args.json:
                 args.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -71,8 +71,12 @@ def rows_like(*shape: int, draw: torch.Generator) -> Rows:
     return quantise_rows(torch.randn(shape, device="cuda", generator=draw, dtype=torch.bfloat16))
 
 
+WITHOUT: list[str] = []
+"""Parts of the names of candidates that are left out."""
+
+
 def measured(step: str, calls: Sequence[tuple[Any, ...]], repeat: int = 1) -> Row:
-    table = steps()[step]
+    table = steps(WITHOUT)[step]
     best, tried = pick(
         table.candidates,
         calls,
@@ -172,7 +176,9 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--warm", action="store_true", help="compile DeepGEMM's kernels first")
     parser.add_argument("--only", nargs="*", default=["mla", "dense", "grouped"])
+    parser.add_argument("--without", nargs="*", default=[], help="parts of candidates' names")
     args = parser.parse_args()
+    WITHOUT.extend(args.without)
     if args.warm:
         compile_products(jobs(), 14)
     families = {"mla": attention, "dense": dense, "grouped": grouped}
