@@ -25,16 +25,22 @@ def gate_case(m: int, wide: bool) -> Case:
         out = gate.new_routing(m, V3, DEVICE)
         return normal(seed, m, HIDDEN), weight, bias, out, gate.workspace(m, EXPERTS, DEVICE)
 
-    def run(data: Any, **more: Any) -> Any:
+    def run(data: Any, chunks: int | None = None, **more: Any) -> Any:
         x, weight, bias, out, work = data
-        return gate.gate_topk(x, weight, bias, V3, out=out, work=work, **more)
+        if chunks is None:
+            return gate.gate_topk(x, weight, bias, V3, out=out, work=work, **more)
+        project.CHUNKS, usual = chunks, project.CHUNKS
+        other = work.new_empty((chunks, m, EXPERTS))
+        gate.gate_topk(x, weight, bias, V3, out=out, work=other, **more)
+        project.CHUNKS = usual
+        return None
 
     def error(data: Any) -> float:
         x, weight, bias, *_ = data
         got = run(data)
         logits = x.double() @ weight.double().t()
-        summed = torch.zeros_like(data[4].sums[0])
-        for part in data[4].sums:
+        summed = torch.zeros_like(data[4][0])
+        for part in data[4]:
             summed += part
         want = torch.sigmoid(logits).gather(1, got.ids.long())
         want = want / want.sum(dim=1, keepdim=True) * V3.scale
@@ -70,9 +76,9 @@ def stage_case(m: int, stage: str) -> Case:
         x, weight, bias, out, work = data
         if stage == "project":
             tile = more.get("tile", project.tile_for(m, False))
-            return project.project(x, weight, work.sums, tile, False)
+            return project.project(x, weight, work, tile, False)
         if stage == "choose":
-            return gate.choose(work.sums, bias, V3, None, out, False, **more)
+            return gate.choose(work, bias, V3, None, out, False, **more)
         return place.place(out.ids, place.Places(*out[2:]), **more)
 
     sizes = {"project": m * HIDDEN * 2 + EXPERTS * HIDDEN * 2, "choose": m * EXPERTS * 4}
@@ -154,25 +160,29 @@ def unpermute_case(m: int) -> Case:
     )
 
 
-def sample_case(m: int, greedy: bool, vocab: int = 129280) -> Case:
+def sample_case(m: int, kind: str, vocab: int = 129280) -> Case:
     def make(seed: int) -> tuple[Any, ...]:
         generator = torch.Generator(DEVICE).manual_seed(seed)
         logits = 3 * torch.randn((m, vocab), generator=generator, device=DEVICE)
-        heat = torch.full((m,), 0.0 if greedy else 0.8, dtype=torch.float64, device=DEVICE)
+        heat = torch.full(
+            (m,), 0.0 if kind == "greedy" else 0.8, dtype=torch.float64, device=DEVICE
+        )
         numbers = torch.rand((m,), generator=generator, device=DEVICE, dtype=torch.float64)
         out = torch.empty(m, dtype=torch.int64, device=DEVICE)
-        return logits, heat, 0 * heat + 0.01, numbers, out, sampling.workspace(m, vocab, DEVICE)
+        work = sampling.workspace(m, vocab, DEVICE)
+        top_p = 0 * heat + 0.9 if kind == "top_p" else None
+        return logits, heat, 0 * heat + 0.01, numbers, None, top_p, out, work
 
     def error(data: Any) -> float:
-        same = sampling.sample(*data[:4]) == sampling_definition.sample(*data[:4])
+        same = sampling.sample(*data[:6]) == sampling_definition.sample(*data[:6])
         return float((~same).float().mean())
 
     return Case(
-        f"sample {'greedy' if greedy else 'random'} {m}x{vocab}",
+        f"sample {kind} {m}x{vocab}",
         m * vocab * 4,
         make,
-        lambda data, **more: sampling.sample(*data[:4], out=data[4], work=data[5], **more),
-        lambda data: sampling_definition.sample(*data[:4]),
+        lambda data, **more: sampling.sample(*data[:6], out=data[6], work=data[7], **more),
+        lambda data: sampling_definition.sample(*data[:6]),
         error,
         0.0,
     )
@@ -184,37 +194,39 @@ CASES = (
     *(permute_case(m, contiguous) for m in (128, 256) for contiguous in (False, True)),
     permute_case(4096, True),
     *(unpermute_case(m) for m in (128, 256, 4096)),
-    *(sample_case(m, greedy) for m in (128, 256) for greedy in (True, False)),
+    *(sample_case(m, kind) for m in (128, 256) for kind in ("greedy", "random", "top_p")),
 )
 
 
-TILES = (
-    (64, 64, 64, 4, 3),
-    (64, 64, 64, 4, 4),
-    (64, 64, 64, 4, 5),
-    (64, 64, 128, 4, 3),
-    (64, 32, 64, 4, 5),
-    (64, 16, 64, 4, 6),
-    (128, 64, 64, 4, 3),
-    (128, 64, 64, 4, 4),
-    (128, 32, 64, 4, 5),
-    (128, 128, 64, 4, 3),
-)
+TILES = {
+    16: ((64, 64, 64, 4, 4), (64, 64, 64, 4, 7), (128, 64, 64, 4, 4), (128, 64, 64, 8, 4)),
+    8: ((64, 64, 64, 4, 4), (64, 64, 128, 4, 3), (64, 32, 64, 4, 5)),
+    14: ((128, 64, 64, 4, 4), (64, 64, 128, 4, 3)),
+    28: ((128, 128, 64, 8, 4), (128, 64, 64, 4, 4)),
+    32: ((128, 128, 32, 8, 6),),
+}
+"""Tiles by the number of chunks."""
 
 
 def tunings(case: Case) -> list[dict[str, Any]]:
     """Launches to try beside the usual one."""
     name = case.name.split()[0]
-    tiles = [{"tile": project.Tile(*tile)} for tile in TILES]
     if name == "gate":
-        plain = [{"fused": False}, {"fused": False, "chained": True}]
-        return [{}, *plain, *(more | {"fused": True} for more in tiles)]
+        tiles = [
+            {"chunks": chunks, "tile": project.Tile(*tile)}
+            for chunks, some in TILES.items()
+            for tile in some
+        ]
+        return [{}, {"chained": 1}, {"chained": 2}, *tiles]
     if name == "gate_project":
-        return [{}, *tiles]
+        return [{}]
     if name == "gate_choose":
         return [{}, {"rows_a_program": 2}, {"rows_a_program": 4}]
     if name == "masked_silu_mul":
         pairs = [(warps, programs) for warps in (2, 4, 8) for programs in (4, 8, 16)]
+        return [{}, *({"num_warps": w, "programs": p} for w, p in pairs)]
+    if name.endswith(("norm", "bf16")):
+        pairs = [(warps, programs) for warps in (4, 8, 16) for programs in (2, 4, 8, 1000)]
         return [{}, *({"num_warps": w, "programs": p} for w, p in pairs)]
     if name in ("rope_append", "sample"):
         return [{}]

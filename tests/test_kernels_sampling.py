@@ -38,15 +38,54 @@ def test_tokens_are_those_of_the_definition(vocab, rows):
     assert torch.equal(fast.sample(*arguments), definition.sample(*arguments))
 
 
-def test_the_definition_is_the_samplers_for_rows_without_a_cut():
-    logits, temperatures, min_p, _ = batch(300, 40, 1)
+def cuts(rows):
+    """top_k and top_p of `rows` rows, most of them cut."""
+    top_k = torch.tensor([(0, 3, 0, 40, 1)[i % 5] for i in range(rows)])
+    top_p = torch.tensor([(1.0, 0.9, 0.5, 1.0, 0.01, 0.97)[i % 6] for i in range(rows)]).double()
+    return top_k, top_p
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_definition_is_the_samplers(cut, ties):
+    rows, vocab = 60, 300
+    logits, temperatures, min_p, _ = batch(vocab, rows, 1)
+    logits = logits.round() if ties else logits
+    top_k, top_p = cuts(rows) if cut else (None, None)
     params = [
-        SamplingParams(temperature=float(t), min_p=float(p), seed=7 + i)
-        for i, (t, p) in enumerate(zip(temperatures, min_p, strict=True))
+        SamplingParams(
+            temperature=float(temperatures[i]),
+            min_p=float(min_p[i]),
+            top_k=int(top_k[i]) if cut else 0,
+            top_p=float(top_p[i]) if cut else 1.0,
+            seed=7 + i,
+        )
+        for i in range(rows)
     ]
     numbers = torch.tensor([uniform(p.seed, 3) for p in params], dtype=torch.float64)
     want, _ = sample(logits, [Choice(p, 3) for p in params])
-    assert definition.sample(logits, temperatures, min_p, numbers).tolist() == want
+    got = definition.sample(logits, temperatures, min_p, numbers, top_k, top_p)
+    assert got.tolist() == want
+
+
+def test_a_cut_beyond_the_sorted_tokens_is_left_to_the_host(monkeypatch):
+    rows, vocab = 60, 300
+    arguments = (*batch(vocab, rows, 1), *cuts(rows))
+    want = definition.sample(*arguments)
+    monkeypatch.setattr(definition, "CANDIDATES", 16)
+    got = definition.sample(*arguments)
+    undecided = got == definition.UNDECIDED
+    assert 0 < int(undecided.sum()) < rows // 2
+    assert torch.equal(got[~undecided], want[~undecided])
+
+
+def test_cut_rows_are_drawn_as_by_the_definition():
+    rows, vocab = 20, 100
+    arguments = (*batch(vocab, rows, 2), *cuts(rows))
+    arguments[0][3, 5] = torch.nan
+    got = fast.sample(*arguments)
+    assert torch.equal(got, definition.sample(*arguments))
+    assert got[3] == definition.NO_TOKEN
 
 
 def test_the_first_of_equals_is_taken_across_blocks():

@@ -37,7 +37,7 @@ class Entry:
         return f"{self.module}.{self.kernel}[{values}]"
 
 
-_NORM = "*bf16! *bf16! *bf16! *fp8e4nv! *fp32! *bf16! i32! i32! i32! i32 fp32"
+_NORM = "*bf16! *bf16! *bf16! *fp8e4nv! *fp32! *bf16! i32! i32! i32! i32! i32 fp32"
 _ROPE = (
     "*bf16! *bf16! *bf16! *bf16! *fp32! *fp32! *i64! *i64! *bf16! {} i32! i32! i32! i32! i32! i32!"
     " i32! fp32"
@@ -88,7 +88,7 @@ ENTRIES = (
                 "EXPERTS": experts,
                 "ROWS": rows,
                 "STEP": 64,
-                "CHAINED": True,
+                "CHAINED": 1,
             },
             {"num_stages": 4},
         )
@@ -118,7 +118,7 @@ ENTRIES = (
                 "TOP_GROUPS": best,
                 "SIZE": size,
                 "SIZE_PADDED": padded,
-                "CHAINED": True,
+                "CHAINED": 1,
             },
             {"num_warps": 1, "launch_pdl": True},
         )
@@ -128,39 +128,7 @@ ENTRIES = (
             (1, False, 6, 1, 1, 64, 64),
         )
     ),
-    *(
-        Entry(
-            "gate_fused",
-            "fused_gate_kernel",
-            f"*bf16! {weight} *fp32! *i32! *fp32! *i32! *i32! *fp32! *i32! *i32! *i32! i32! i32!"
-            " i32! fp32",
-            {
-                "CHUNK": 448,
-                "PARTS": 16,
-                "EVEN": True,
-                "EXPERTS": 64,
-                "ROWS": rows,
-                "STEP": 64,
-                "BLOCK": 2048,
-                "BIASED": True,
-                "COUNTED": True,
-                "SIGMOID": True,
-                "NORMALISE": True,
-                "TOP": 8,
-                "TOP_PADDED": 8,
-                "GROUPS": 8,
-                "GROUPS_PADDED": 8,
-                "TOP_GROUPS": 4,
-                "SIZE": 32,
-                "SIZE_PADDED": 32,
-            },
-            {"num_stages": 4, "launch_cooperative_grid": True},
-        )
-        for weight, rows in (("*bf16!", 64), ("*fp32!", 16))
-    ),
-    Entry(
-        "place", "place_kernel", "*i32! *i32! *i32! *i32! i32!", {"BLOCK": 4096, "CHAINED": True}
-    ),
+    Entry("place", "place_kernel", "*i32! *i32! *i32! *i32! i32!", {"BLOCK": 4096, "CHAINED": 1}),
     Entry(
         "permute",
         "permute_masked_kernel",

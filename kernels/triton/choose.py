@@ -13,7 +13,8 @@ import triton.language as tl
 from pdmesh.kernels.gate import GateRule
 from pdmesh.kernels.triton.launch import power_of_two
 
-NONE = tl.constexpr(-(2**63))
+NONE = tl.constexpr(-(2**31))
+"""Below the key of any number, minus infinity included."""
 
 
 @triton.jit
@@ -27,12 +28,6 @@ def key_of(value):
 def value_of(key):
     """What `key_of` made the key from."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def pack(key, number):
-    """int64 that is larger for a larger key, and for a smaller number where keys are equal."""
-    return (key.to(tl.int64) << 16) | (65535 - number).to(tl.int64)
 
 
 @triton.jit
@@ -79,27 +74,32 @@ def choose_rows(
         scores = scores / tl.sum(scores, axis=1)[:, None]
         choice = scores
     column = tl.arange(0, GROUPS_PADDED * SIZE_PADDED)[None, :]
+    keys = tl.where(inside, key_of(choice), NONE)
     if TOP_GROUPS < GROUPS:
-        packed = tl.where(inside, pack(key_of(choice), column), NONE)
-        cube = tl.reshape(packed, (ROWS, GROUPS_PADDED, SIZE_PADDED))
+        cube = tl.reshape(keys, (ROWS, GROUPS_PADDED, SIZE_PADDED))
         first = tl.max(cube, axis=2)
-        rank = value_of((first >> 16).to(tl.int32))
+        rank = value_of(first)
         if SIGMOID:
-            second = tl.max(tl.where(cube == first[:, :, None], NONE, cube), axis=2)
-            rank += value_of((second >> 16).to(tl.int32))
+            equals = tl.sum((cube == first[:, :, None]).to(tl.int32), axis=2)
+            second = tl.max(tl.where(cube < first[:, :, None], cube, NONE), axis=2)
+            rank += value_of(tl.where(equals > 1, first, second))
         group = tl.arange(0, GROUPS_PADDED)[None, :]
-        order = tl.where(group < GROUPS, pack(key_of(rank), group), NONE)
-        better = tl.sum((order[:, None, :] > order[:, :, None]).to(tl.int32), axis=2)
-        cube = tl.reshape(choice, (ROWS, GROUPS_PADDED, SIZE_PADDED))
-        cube = tl.where((better < TOP_GROUPS)[:, :, None], cube, float("-inf"))
-        choice = tl.reshape(cube, (ROWS, GROUPS_PADDED * SIZE_PADDED))
-    packed = tl.where(inside, pack(key_of(choice), column), NONE)
+        order = tl.where(group < GROUPS, key_of(rank), NONE)
+        mine, other = order[:, :, None], order[:, None, :]
+        ahead = (other > mine) | ((other == mine) & (group[:, None, :] < group[:, :, None]))
+        kept = tl.sum(ahead.to(tl.int32), axis=2) < TOP_GROUPS
+        least = tl.where(cube == NONE, NONE, key_of(tl.full((1, 1, 1), float("-inf"), tl.float32)))
+        keys = tl.reshape(
+            tl.where(kept[:, :, None], cube, least), (ROWS, GROUPS_PADDED * SIZE_PADDED)
+        )
     place = tl.arange(0, TOP_PADDED)[None, :]
     chosen = tl.zeros((ROWS, TOP_PADDED), dtype=tl.int32)
     for i in tl.static_range(TOP):
-        best = tl.max(packed, axis=1)[:, None]
-        chosen = tl.where(place == i, 65535 - (best & 65535).to(tl.int32), chosen)
-        packed = tl.where(packed == best, NONE, packed)
+        # Reductions of 32-bit integers over a warp are one instruction.
+        best = tl.max(keys, axis=1)[:, None]
+        at = tl.min(tl.where(keys == best, column, 65535), axis=1)[:, None]
+        chosen = tl.where(place == i, at, chosen)
+        keys = tl.where(column == at, NONE, keys)
     weights = tl.where(place < TOP, tl.gather(scores, chosen, axis=1), 0.0)
     if NORMALISE:
         weights = weights / (tl.sum(weights, axis=1)[:, None] + 1e-20)

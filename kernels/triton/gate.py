@@ -1,7 +1,6 @@
 """The gate: router projection, choice of experts, and where the choices stand.
 
-Definition: `pdmesh.kernels.routing`. Three launches, or one where there are few rows (see
-`pdmesh.kernels.triton.gate_fused`), with the same result.
+Definition: `pdmesh.kernels.routing`. Three launches.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pdmesh.kernels.gate import GateRule
 from pdmesh.kernels.routing import Places, Routing
 from pdmesh.kernels.triton.choose import choose_rows, expert_columns, rule_constants
-from pdmesh.kernels.triton.gate_fused import fused_gate, unfit
-from pdmesh.kernels.triton.gate_fused import tile_for as fused_tile_for
 from pdmesh.kernels.triton.place import place
-from pdmesh.kernels.triton.project import Tile, Work, project, tile_for, workspace
+from pdmesh.kernels.triton.project import Chain, Tile, project, tile_for, workspace
 
 
 @triton.jit
@@ -47,7 +44,7 @@ def choose_kernel(
     SIZE_PADDED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    if CHAINED:
+    if CHAINED == 1:
         gdc_launch_dependents()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     expert, inside = expert_columns(GROUPS, GROUPS_PADDED, SIZE, SIZE_PADDED)
@@ -84,6 +81,8 @@ def choose_kernel(
     kept = (to < TOP) & (row < rows)
     tl.store(ids + row * TOP + to, chosen, mask=kept)
     tl.store(weights + row * TOP + to, weight, mask=kept)
+    if CHAINED == 2:
+        gdc_launch_dependents()
 
 
 def new_routing(rows: int, rule: GateRule, device: torch.device | str) -> Routing:
@@ -105,10 +104,9 @@ def gate_topk(
     num_rows: Tensor | None = None,
     *,
     out: Routing | None = None,
-    work: Work | None = None,
+    work: Tensor | None = None,
     tile: Tile | None = None,
-    fused: bool | None = None,
-    chained: bool = False,
+    chained: Chain = 0,
 ) -> Routing:
     """Projects rows to experts, chooses, and counts: `pdmesh.kernels.routing.gate_topk`.
 
@@ -122,12 +120,8 @@ def gate_topk(
         out: where the result goes; made if it is None.
         work: see `workspace`; made if it is None.
         tile: for tuning.
-        fused: whether all is one launch; None: where it can be.
-        chained: whether one of three launches may begin before the one before it has ended
-            (programmatic dependent launch, CUDA programming guide).
-
-    Raises:
-        ValueError: something does not fit, `fused` included.
+        chained: whether one launch may begin before the one before it has ended (programmatic
+            dependent launch, CUDA programming guide): 0 no, 1 at once, 2 when that has written.
     """
     rows = x.shape[0]
     check(x, weight, bias, rule)
@@ -138,15 +132,8 @@ def gate_topk(
         return out
     work = workspace(rows, weight.shape[0], x.device) if work is None else work
     wide = weight.dtype == torch.float32
-    if fused is not False:
-        one_tile = tile or fused_tile_for(rows, wide)
-        reason = unfit(x, weight, one_tile)
-        if reason is None:
-            return fused_gate(x, weight, bias, rule, num_rows, out, work, one_tile)
-        if fused:
-            raise ValueError(reason)
-    project(x, weight, work.sums, tile or tile_for(rows, wide), chained)
-    choose(work.sums, bias, rule, num_rows, out, chained)
+    project(x, weight, work, tile or tile_for(rows, wide), chained)
+    choose(work, bias, rule, num_rows, out, chained)
     place(out.ids, Places(out.counts, out.offsets, out.places), chained)
     return out
 
@@ -157,7 +144,7 @@ def choose(
     rule: GateRule,
     num_rows: Tensor | None,
     out: Routing,
-    chained: bool,
+    chained: Chain,
     rows_a_program: int = 1,
 ) -> None:
     """Adds up the chunks in `work` and writes ids and weights of `out`; a warp a row."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdmesh.kernels.fp8 import BLOCK
 from pdmesh.kernels.quantised import Rows
-from pdmesh.kernels.triton.launch import power_of_two, rows_of
+from pdmesh.kernels.triton.launch import multiprocessors, power_of_two, rows_of
 from pdmesh.kernels.triton.quantise import _rows, quantised_groups
 
 MAX_WIDTH = 16384
@@ -26,6 +26,7 @@ def rms_norm_kernel(
     values,
     scales,
     normed,
+    rows,
     k,
     x_row,
     residual_row,
@@ -35,25 +36,27 @@ def rms_norm_kernel(
     KEEP: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    # A program keeps the weight for all of its rows.
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < k
-    read = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        at = residual + row * residual_row + column
-        total = (read + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(tl.bfloat16)
-        tl.store(at, total, mask=inside)
-        read = total.to(tl.float32)
-    mean = tl.sum(tl.sum(read * read, axis=1), axis=0) / k
-    unit = (read * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))).to(tl.bfloat16).to(tl.float32)
-    result = (unit * scale).to(tl.bfloat16)
-    if KEEP:
-        tl.store(normed + row * k + column, result, mask=inside)
-    quantised, factor = quantised_groups(result.to(tl.float32))
-    tl.store(values + row * k + column, quantised, mask=inside)
-    tl.store(scales + group * scale_group + row, factor, mask=group * 128 < k)
+    scale = tl.load(weight + column, mask=inside, other=0.0)
+    for number in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.cast(number, tl.int64)
+        read = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+        if ADD:
+            at = residual + row * residual_row + column
+            total = (read + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(tl.bfloat16)
+            tl.store(at, total, mask=inside)
+            read = total.to(tl.float32)
+        mean = tl.sum(tl.sum(read * read, axis=1), axis=0) / k
+        unit = (read * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))).to(tl.bfloat16).to(tl.float32)
+        result = (unit * scale.to(tl.float32)).to(tl.bfloat16)
+        if KEEP:
+            tl.store(normed + row * k + column, result, mask=inside)
+        quantised, factor = quantised_groups(result.to(tl.float32))
+        tl.store(values + row * k + column, quantised, mask=inside)
+        tl.store(scales + group * scale_group + row, factor, mask=group * 128 < k)
 
 
 def rms_norm_quantise(
@@ -65,6 +68,7 @@ def rms_norm_quantise(
     out: Rows | None = None,
     normed_out: Tensor | None = None,
     num_warps: int | None = None,
+    programs: int = 4,
 ) -> tuple[Rows, Tensor]:
     """`rms_norm` of x [m, k] bfloat16, quantised, and the normalised rows themselves [m, k].
 
@@ -79,8 +83,9 @@ def rms_norm_quantise(
         out: where the quantised rows go; made if it is None.
         normed_out: where the normalised rows go [m, k], contiguous.
         num_warps: warps of a program, for tuning.
+        programs: programs a multiprocessor, for tuning.
     """
-    return _norm(x, None, weight, eps, with_normed, out, normed_out, num_warps)
+    return _norm(x, None, weight, eps, with_normed, out, normed_out, (num_warps, programs))
 
 
 def add_rms_norm_quantise(
@@ -93,11 +98,12 @@ def add_rms_norm_quantise(
     out: Rows | None = None,
     normed_out: Tensor | None = None,
     num_warps: int | None = None,
+    programs: int = 4,
 ) -> tuple[Rows, Tensor]:
     """Adds x [m, k] to `residual` [m, k] in place, then as `rms_norm_quantise` of the sum."""
     if residual.shape != x.shape or residual.dtype != torch.bfloat16:
         raise ValueError(f"residual {residual.shape} {residual.dtype} for rows {x.shape}")
-    return _norm(x, residual, weight, eps, with_normed, out, normed_out, num_warps)
+    return _norm(x, residual, weight, eps, with_normed, out, normed_out, (num_warps, programs))
 
 
 def _norm(
@@ -108,10 +114,11 @@ def _norm(
     with_normed: bool,
     out: Rows | None,
     normed_out: Tensor | None,
-    num_warps: int | None,
+    tuning: tuple[int | None, int],
 ) -> tuple[Rows, Tensor]:
     rows, stride = rows_of(x)
     k = x.shape[1]
+    num_warps, programs = tuning
     if k > MAX_WIDTH or weight.shape != (k,) or weight.dtype != torch.bfloat16:
         raise ValueError(f"rows of {k} with a weight {weight.shape} {weight.dtype}")
     out = _rows(x.shape, x, out)
@@ -120,13 +127,14 @@ def _norm(
     if rows == 0:
         return out, normed_out
     groups = power_of_two(-(-k // BLOCK))
-    rms_norm_kernel[(rows,)](
+    rms_norm_kernel[(min(rows, programs * multiprocessors(x)),)](
         x,
         x if residual is None else residual,
         weight,
         out.values,
         out.scales,
         normed_out if with_normed else x,
+        rows,
         k,
         stride,
         0 if residual is None else rows_of(residual)[1],

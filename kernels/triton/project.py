@@ -7,7 +7,7 @@ logits do not depend on the number of rows.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -21,6 +21,9 @@ CHUNKS = 16
 """Parts of the hidden size."""
 WHOLE_ROWS = 1024
 """From this number of rows on one program adds up all chunks of its tile."""
+
+
+Chain = Literal[0, 1, 2]
 
 
 class Tile(NamedTuple):
@@ -98,7 +101,7 @@ def project_kernel(
     STEP: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    if CHAINED:
+    if CHAINED == 1:
         gdc_launch_dependents()
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -113,30 +116,17 @@ def project_kernel(
         )
     to = partials + (tl.program_id(2) * rows + row)[None, :] * experts + expert[:, None]
     tl.store(to, total, mask=(expert < experts)[:, None] & (row < rows)[None, :])
+    if CHAINED == 2:
+        gdc_launch_dependents()
 
 
-class Work(NamedTuple):
-    """What the gate keeps between its parts.
-
-    Attributes:
-        sums: [parts, m, experts] float32, the chunks' sums of logits; added in their order they are
-            the logits.
-        arrivals: [1 + 64] int32, zeros at first: where programs of one launch meet. Two launches
-            that may run at a time need one each.
-    """
-
-    sums: Tensor
-    arrivals: Tensor
-
-
-def workspace(rows: int, experts: int, device: torch.device | str) -> Work:
-    """A `Work` for a number of rows."""
+def workspace(rows: int, experts: int, device: torch.device | str) -> Tensor:
+    """The chunks' sums of logits [parts, rows, experts], added up in their order the logits."""
     parts = CHUNKS if rows < WHOLE_ROWS else 1
-    sums = torch.empty((parts, rows, experts), dtype=torch.float32, device=device)
-    return Work(sums, torch.zeros(65, dtype=torch.int32, device=device))
+    return torch.empty((parts, rows, experts), dtype=torch.float32, device=device)
 
 
-def project(x: Tensor, weight: Tensor, work: Tensor, tile: Tile, chained: bool) -> None:
+def project(x: Tensor, weight: Tensor, work: Tensor, tile: Tile, chained: Chain) -> None:
     """The sums of each chunk of the hidden size, or of all, into `work`."""
     rows, stride = rows_of(x)
     experts, hidden = weight.shape

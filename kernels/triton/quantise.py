@@ -1,6 +1,8 @@
 """Rows to FP8 with one scale for 128 values, alone and after SwiGLU.
 
-Definitions: `pdmesh.kernels.quantised`. Of a NaN only its own element becomes NaN.
+Definitions: `pdmesh.kernels.quantised`. A value is multiplied by the reciprocal of its scale where
+the definition divides by the scale, so one midway between two FP8 numbers may become the other. Of
+a NaN only its own element becomes NaN.
 """
 
 from __future__ import annotations
@@ -23,12 +25,7 @@ SILU_GROUPS = 16
 def quantised_groups(x):
     """x [groups, 128] float32: e4m3 [groups, 128] and scales [groups]."""
     scales = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), 1e-10), 448.0)
-    scale = scales[:, None]
-    reciprocal = tl.div_rn(1.0, scale)
-    # One step of Newton's, in which the remainder is exact: the quotient is rounded as by division.
-    quotient = x * reciprocal
-    quotient = tl.fma(tl.fma(-quotient, scale, x), reciprocal, quotient)
-    return quotient.to(tl.float8e4nv), scales
+    return (x * tl.div_rn(1.0, scales)[:, None]).to(tl.float8e4nv), scales
 
 
 @triton.jit

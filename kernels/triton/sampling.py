@@ -1,8 +1,8 @@
-"""Tokens from logits: greedy, temperature and min_p, in three launches without a wait for the host.
+"""Tokens from logits: greedy, temperature and min_p in three launches; top_k and top_p by torch.
 
-Definition: `pdmesh.kernels.sampling`. The cumulative distribution is added up in blocks and then
-across them, all in float64, where the definition adds token after token: a number that lies within
-rounding of a token's edge may choose the next one.
+Definition: `pdmesh.kernels.sampling`, whose cut these use. The cumulative distribution is added up
+in blocks and then across them, all in float64, where the definition adds token after token: a
+number that lies within rounding of a token's edge may choose the next one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdmesh.kernels.sampling import draw_cut, is_cut
 from pdmesh.kernels.triton.choose import key_of, value_of
 from pdmesh.kernels.triton.launch import power_of_two, rows_of
 
@@ -116,15 +117,19 @@ def sample(
     temperatures: Tensor,
     min_p: Tensor,
     numbers: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
     *,
     out: Tensor | None = None,
     work: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Token ids [m] int64: `pdmesh.kernels.sampling.sample`.
+    """Token ids [m] int64, or NO_TOKEN or UNDECIDED: `pdmesh.kernels.sampling.sample`.
 
     Args:
         logits: [m, vocab] float32; a row's elements are consecutive.
         temperatures, min_p, numbers: [m] float64 on the same device.
+        top_k: [m] int64 on the same device; None: no row is cut so, which saves the sorting.
+        top_p: [m] float64 on the same device; None: no row is cut so.
         out: where the ids go; made if it is None.
         work: see `workspace`; made if it is None.
     """
@@ -170,6 +175,12 @@ def sample(
         BLOCKS=padded,
         num_warps=8,
     )
+    if top_k is not None or top_p is not None:
+        total = masses.sum(dim=-1)
+        top = logits.amax(dim=-1)
+        drawn = draw_cut(logits, top, temperatures, min_p, numbers, top_k, top_p, total)
+        cut = is_cut(temperatures, top_k, top_p) & (temperatures > 0) & (out >= 0)
+        out.copy_(torch.where(cut, drawn, out))
     return out
 
 
