@@ -32,7 +32,7 @@ from gemm_cases import (
 )
 
 from pdmesh.kernels import cuda_gemm
-from pdmesh.kernels.gemm_config import ClusterTile, SplitConfig
+from pdmesh.kernels.gemm_config import ClusterTile, SplitConfig, cluster_stages
 from pdmesh.kernels.quantised import dequantise_rows
 from pdmesh.kernels.triton import absorbed
 from pdmesh.kernels.triton.absorbed import HeadConfig
@@ -156,19 +156,25 @@ def candidates(rows_tried: list[int]) -> list[Candidate]:
 
 CLUSTERS: dict[str, tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]] = {
     "qkv_a": (
-        [(136, 4, 2), (128, 4, 2), (136, 4, 1), (72, 2, 2)],
-        [(136, 8, 1), (136, 4, 1), (72, 4, 1), (64, 4, 1)],
+        [(72, 2, 2), (64, 2, 1), (136, 4, 2), (136, 2, 2), (88, 2, 2), (72, 2, 1), (136, 4, 1)],
+        [(72, 4, 1), (136, 4, 1), (32, 2, 1), (40, 2, 1), (88, 4, 1), (64, 2, 1), (136, 8, 1)],
     ),
     "shared up": (
-        [(128, 2, 2), (128, 2, 1), (64, 1, 2)],
-        [(128, 4, 1), (64, 2, 1), (128, 2, 1)],
+        [(128, 2, 1), (64, 1, 2), (72, 1, 2), (128, 2, 2), (64, 1, 1)],
+        [(64, 2, 1), (72, 2, 1), (32, 1, 1), (136, 4, 1), (128, 4, 1)],
     ),
     "shared down": (
-        [(112, 1, 2), (128, 1, 2), (112, 1, 1)],
-        [(112, 2, 1), (56, 1, 1), (128, 2, 1)],
+        [(128, 1, 2), (112, 1, 2), (56, 1, 1), (112, 1, 1)],
+        [(56, 1, 1), (112, 2, 1), (64, 1, 1), (128, 2, 1)],
     ),
-    "q_b": ([(128, 1, 2), (128, 1, 1), (96, 1, 2)], [(128, 1, 1), (96, 1, 1), (64, 1, 1)]),
-    "o_proj": ([(112, 1, 2), (128, 1, 2), (112, 1, 1)], [(112, 2, 1), (128, 2, 1), (56, 1, 1)]),
+    "q_b": (
+        [(128, 1, 2), (128, 1, 1), (136, 1, 2)],
+        [(96, 1, 1), (128, 1, 1), (136, 1, 1), (64, 1, 1)],
+    ),
+    "o_proj": (
+        [(128, 1, 2), (112, 1, 2), (136, 1, 2)],
+        [(112, 2, 1), (128, 2, 1), (136, 2, 1), (56, 1, 1)],
+    ),
 }
 """Tiles of the CUDA product for more than 128 rows, and for fewer: (block_n, split, pair)."""
 
@@ -178,8 +184,8 @@ def cluster_candidates(rows_tried: list[int]) -> list[Candidate]:
     for m in rows_tried:
         for name, (many, few) in CLUSTERS.items():
             for place, (block, split, pair) in enumerate(many if m > 128 else few):
-                tile = ClusterTile(block, split, pair, 6 if block > 96 else 7 if block > 72 else 8)
-                tiles = [tile, tile._replace(dependent=True)] if place < 2 else [tile]
+                tile = ClusterTile(block, split, pair, cluster_stages(block, split), True)
+                tiles = [tile, tile._replace(dependent=False)] if place < 2 else [tile]
                 every += [Candidate("cuda", name, m, SHAPES[name], tuple(t)) for t in tiles]
     return sorted(every, key=lambda c: c.config[:4])
 
@@ -297,6 +303,12 @@ def timed_case(
             yield microseconds(calls, 5), c
         except RuntimeError as problem:
             print(f"{c.case} {c.config}: {str(problem)[:150]}")
+
+
+def show_clusters() -> None:
+    """How many clusters of each kind a device runs at a time."""
+    for tile in (ClusterTile(128, 2, 1, 4), ClusterTile(136, 4, 1, 4), ClusterTile(136, 4, 2, 4)):
+        print(f"{tile}: {cuda_gemm.clusters(tile)} at a time", flush=True)
 
 
 def tune(every: list[Candidate], right: dict[str, float], out: Path, seconds: float) -> None:

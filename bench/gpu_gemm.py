@@ -203,7 +203,14 @@ def main() -> None:
     every: list[Any] = []
     right: dict[str, float] = {}
     if given.tune:
-        from gemm_tune import candidates, cluster_candidates, end_check, start_check, tune
+        from gemm_tune import (
+            candidates,
+            cluster_candidates,
+            end_check,
+            show_clusters,
+            start_check,
+            tune,
+        )
 
         for tried in (cluster_candidates(rows_tried), candidates(rows_tried)):
             if mine := [c for c in tried if c.op.startswith(given.only)]:
@@ -213,6 +220,7 @@ def main() -> None:
     failed = ended(compiling, given.check_seconds)
     print(f"DeepGEMM's kernels: {failed} children failed", flush=True)
     if given.tune:
+        show_clusters()
         tune(every, right, out, given.time_seconds)
     table = Table(out / "gemm.csv")
     generator = torch.Generator("cuda").manual_seed(0)

@@ -1,8 +1,8 @@
 """The per-head products of absorbed attention in CUDA C++, for DeepSeek-V3's sizes.
 
-kernels/cuda/absorbed.cu reads a head's FP8 weight once, keeps it as bfloat16 (which holds e4m3
-exactly) and streams rows past it. Compiled when first used (`cuda_build`): use both products once
-before a CUDA graph is recorded.
+kernels/cuda/absorb_query.cu and project_values.cu read a head's FP8 weight once, keep it as
+bfloat16 (which holds e4m3 exactly) and take rows past it. Compiled when first used (`cuda_build`):
+use both products once before a CUDA graph is recorded.
 """
 
 from __future__ import annotations
@@ -36,25 +36,34 @@ def unsupported(nope: int, rank: int, rope: int, value: int) -> str | None:
     return None
 
 
-def shares(m: int, heads: int) -> int:
-    """Thread blocks of one head: as many as fill a device, one a tile of 64 rows at most."""
-    return max(1, min(-(-m // TILE_ROWS), PROCESSORS // heads))
+def shares(m: int, heads: int) -> tuple[int, int]:
+    """Thread blocks of one head: parts of its tiles of 64 rows, and parts of a query's outputs.
+
+    As many as fill a device.
+    """
+    room = max(1, PROCESSORS // heads)
+    rows = min(-(-m // TILE_ROWS), room)
+    parts = max(part for part in (1, 2, 4, 8) if part == 1 or rows * part <= room)
+    return rows, parts
 
 
-def source(absorb: bool) -> str:
-    """The whole translation unit."""
-    return cuda_build.unit("absorbed", 64 if absorb else 128, "bf16", {"ABSORB": int(absorb)})
+def source(name: str) -> str:
+    """The whole translation unit of "absorb_query" or "project_values"."""
+    return cuda_build.unit(name, {"absorb_query": 64, "project_values": 128}[name], "bf16", {})
 
 
 @functools.cache
-def _launcher(absorb: bool) -> Callable[..., int]:
-    library = cuda_build.loaded(source(absorb))
+def _launcher(name: str) -> Callable[..., int]:
+    library = cuda_build.loaded(source(name))
     pointer, number, wide = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    library.absorbed_launch.argtypes = [
-        *(pointer, wide, wide, pointer, pointer, pointer, wide, wide, pointer, pointer, wide),
-        *(ctypes.c_float, number, number, number, number, pointer),
-    ]
-    launch: Callable[..., int] = library.absorbed_launch
+    launch: Callable[..., int] = library[f"{name}_launch"]
+    if name == "absorb_query":
+        types = [pointer, wide, wide, pointer, pointer, pointer, wide, wide, pointer]
+        types += [ctypes.c_float, number, number, number, number, number, pointer]
+    else:
+        types = [pointer, wide, wide, pointer, pointer, pointer, pointer, wide]
+        types += [number, number, number, number, pointer]
+    launch.argtypes = types  # type: ignore[attr-defined]
     return launch
 
 
@@ -87,7 +96,8 @@ def absorb_query(
         out = query.new_empty((m, heads, RANK + ROPE))
     if m == 0:
         return out
-    code = _launcher(True)(
+    rows, parts = shares(m, heads)
+    code = _launcher("absorb_query")(
         query.data_ptr(),
         query.stride(0),
         query.stride(1),
@@ -97,12 +107,11 @@ def absorb_query(
         rotated.stride(0),
         rotated.stride(1),
         out.data_ptr(),
-        None,
-        0,
         scale,
         m,
         heads,
-        shares(m, heads),
+        rows,
+        parts,
         int(dependent),
         torch.cuda.current_stream().cuda_stream,
     )
@@ -129,22 +138,18 @@ def project_values_quantise(
         out = Rows(values, new_scales(m, heads, device=latent.device))
     if m == 0:
         return out
-    code = _launcher(False)(
+    code = _launcher("project_values")(
         latent.data_ptr(),
         latent.stride(0),
         latent.stride(1),
         weight.values.data_ptr(),
         weight.scales.data_ptr(),
-        None,
-        0,
-        0,
         out.values.data_ptr(),
         out.scales.data_ptr(),
         out.scales.stride(1),
-        1.0,
         m,
         heads,
-        shares(m, heads),
+        shares(m, heads)[0],
         int(dependent),
         torch.cuda.current_stream().cuda_stream,
     )

@@ -47,7 +47,7 @@ class ClusterTile(NamedTuple):
     block_n: int
     split: int
     pair: int
-    stages: int = 6
+    stages: int = 4
     dependent: bool = False
 
 
@@ -106,9 +106,15 @@ def unmeasured_split(m: int, n: int, k: int) -> SplitConfig:
     return SplitConfig(block_m, 64, split, 4, 6 if m <= 32 else 4, swap=m <= 32)
 
 
-_STAGE_BYTES = 200 << 10
+_SHARED_BYTES = 222 << 10
 _MOST_STAGES = 8
 _STEP_US, _COLUMN_US, _START_US, _SPLIT_US = 0.10, 0.0015, 2.5, 0.4
+
+
+def cluster_stages(block_n: int, split: int) -> int:
+    """Steps in flight that shared memory has room for, beside a tile's result."""
+    sums = 128 * (block_n + 8) * (4 if split > 1 else 2)
+    return min(_MOST_STAGES, (_SHARED_BYTES - sums) // ((128 + block_n) * BLOCK + 512))
 
 
 def cluster_tile(m: int, n: int, k: int) -> ClusterTile:
@@ -124,8 +130,7 @@ def cluster_tile(m: int, n: int, k: int) -> ClusterTile:
             waves = -(-programs // (PROCESSORS if split * pair == 1 else PROCESSORS - 4))
             step_us = _STEP_US + _COLUMN_US * block_n
             cost = waves * (-(-steps // split) * step_us + _START_US) + _SPLIT_US * (split > 1)
-            stages = min(_MOST_STAGES, _STAGE_BYTES // ((128 + block_n) * BLOCK))
             if best is None or cost < best[0]:
-                best = cost, ClusterTile(block_n, split, pair, stages)
+                best = cost, ClusterTile(block_n, split, pair, cluster_stages(block_n, split))
     assert best is not None
     return best[1]

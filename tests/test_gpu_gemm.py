@@ -104,7 +104,7 @@ TILES = [
     ClusterTile(136, 8, 1),
     ClusterTile(128, 2, 2),
     ClusterTile(112, 1, 2),
-    ClusterTile(72, 4, 1, 8, dependent=True),
+    ClusterTile(72, 4, 1, 7, dependent=True),
     ClusterTile(64, 1, 1, 8),
 ]
 
