@@ -1,7 +1,8 @@
 """MLA decode over 656-byte FP8 latents on Hopper, queries and weights in FP8 too (CUDA C++).
 
-The kernel (`kernels/cuda/mla_decode_fp8.cu`) is compiled by nvcc at first use and kept in a folder:
-`$PDMESH_KERNEL_CACHE`, or pdmesh/kernels in the user's cache folder.
+The kernels (`kernels/cuda/`) are compiled by nvcc at first use and kept in a folder:
+`$PDMESH_KERNEL_CACHE`, or pdmesh/kernels in the user's cache folder. One reads a latent's four
+scales; the faster one is for latents whose four scales are the same.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def library_path() -> Path:
     """Where the compiled kernel of this source belongs."""
     folder = os.environ.get("PDMESH_KERNEL_CACHE")
     base = Path(folder) if folder else Path.home() / ".cache" / "pdmesh" / "kernels"
-    mark = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
+    sources = sorted(SOURCE.parent.glob("*.cu*"))
+    parts = [path.read_bytes() for path in sources] + [" ".join(FLAGS).encode()]
+    mark = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
     return base / f"mla_decode_fp8-{mark}.so"
 
 

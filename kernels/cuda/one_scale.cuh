@@ -1,0 +1,415 @@
+// Attention over paged FP8 latents in absorbed form, one scale a token: all products on Hopper's FP8 tensor
+// cores, scores and outputs by different warpgroups.
+//
+// A block takes 64 (row, head) pairs of one sequence and walks a split of its tokens, a page at a time:
+//   warpgroup 0  fetches pages with the bulk copy engine and prepares scales;
+//   warpgroup 1  scores S[pair, token] = scale[token] * (q . k) + the rotated part in bfloat16, and weights
+//                P * scale[token] / reference in FP8, into shared memory. The products of the next page run
+//                while this page's weights are made;
+//   2 and 3      output O^T[value, pair] += V^T P^T for 256 values each.
+// V^T and P as in four_scales.cuh. Softmax on the run (arXiv:1805.02867); the maximum is raised only when
+// a score exceeds it by more than a factor of four.
+
+#pragma once
+
+#include "hopper.cuh"
+
+namespace {
+namespace one {
+
+constexpr int STAGES = 5;
+constexpr int PRODUCTS = 4 + 4 * TILES;  // instructions of a page's scores
+constexpr int AT_V = 0;
+constexpr int AT_R = AT_V + STAGES * V_STAGE;
+constexpr int AT_Q = AT_R + 2 * TILE;
+constexpr int AT_P = AT_Q + TILES * TILE;           // two pages side by side; at first the rotated queries
+constexpr int AT_SCALES = AT_P + TILE;              // as fetched; then [position] float
+constexpr int AT_NORMED = AT_SCALES + STAGES * PAGE * 16;  // [position] half, over the reference
+constexpr int AT_ALPHA = AT_NORMED + STAGES * PAGE * 2;    // two pages
+constexpr int AT_ROW_SCALE = AT_ALPHA + 2 * PAIRS * 4;
+constexpr int AT_STEP = AT_ROW_SCALE + PAIRS * 4;   // for each stage the reference and by how much it shrank sums
+constexpr int AT_CHANGED = AT_STEP + STAGES * 8;    // two pages, four warps
+constexpr int AT_BARRIERS = AT_CHANGED + 40;
+constexpr int BYTES_IN_ALL = AT_BARRIERS + (3 * STAGES + 8) * 8;
+static_assert(BYTES_IN_ALL <= 232448 && AT_BARRIERS % 8 == 0 && AT_CHANGED % 8 == 0);
+
+template <bool ADD>
+__device__ __forceinline__ void mma_bf16_registers(float (&d)[32], const uint32_t (&a)[4], uint32_t b) {
+    asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%36, " DESCRIPTOR_HIGH
+                 "};\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " REGS32
+                 ", {%32, %33, %34, %35}, b, %37, 1, 1, 0;\n}"
+                 : ACC32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ADD));
+}
+
+template <int N>
+struct Ring {
+    int at = 0, phase = 0;
+    __device__ __forceinline__ void next() {
+        if (++at == N) {
+            at = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+struct Barriers {
+    uint32_t full, empty, ready, rope_full, rope_empty, weights, taken;
+    __device__ explicit Barriers(uint32_t at)
+        : full(at), empty(at + 8 * STAGES), ready(at + 16 * STAGES), rope_full(at + 24 * STAGES),
+          rope_empty(rope_full + 16), weights(rope_full + 32), taken(rope_full + 48) {}
+};
+
+// One warp: every page's scales by position, their reference, zeros where no token is.
+__device__ __forceinline__ void prepare(char* shared, const Barriers& bar, int pages, int left, int lane) {
+    Ring<STAGES> ring;
+    float reference = 0.0f;
+    for (int p = 0; p < pages; ++p, left -= PAGE, ring.next()) {
+        float* scales = reinterpret_cast<float*>(shared + AT_SCALES) + ring.at * PAGE * 4;
+        __half* normed = reinterpret_cast<__half*>(shared + AT_NORMED) + ring.at * PAGE;
+        barrier_wait(bar.full + 8 * ring.at, ring.phase);
+        if (left < PAGE)
+            for (int token = left; token < PAGE; ++token)
+                *reinterpret_cast<uint4*>(shared + AT_V + ring.at * V_STAGE + (lane / 8) * TILE + token * 128 +
+                                          lane % 8 * 16) = make_uint4(0, 0, 0, 0);
+        const float x = lane < left ? scales[4 * lane] : 0.0f;
+        const float y = lane + 32 < left ? scales[4 * (lane + 32)] : 0.0f;
+        const float top = __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(fmaxf(x, y))));
+        float shrink = 1.0f;
+        if (top > 1.75f * reference) {
+            shrink = reference / top;
+            reference = top;
+        }
+        const float into = reference > 0.0f ? ROOM / reference : 0.0f;
+        __syncwarp();
+        const int at = position(lane);
+        scales[at] = x;
+        scales[at + 32] = y;
+        normed[at] = __float2half(x * into);
+        normed[at + 32] = __float2half(y * into);
+        if (lane == 0) reinterpret_cast<float2*>(shared + AT_STEP)[ring.at] = make_float2(reference, shrink);
+        proxy_fence();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(bar.ready + 8 * ring.at);
+    }
+}
+
+__device__ __forceinline__ void produce(const CUtensorMap& values, const CUtensorMap& scales, const Arguments& a,
+                                        uint32_t base, const Barriers& bar, const int* table, int pages, int warp) {
+    if (warp == 0) {
+        Ring<STAGES> ring;
+        for (int p = 0; p < pages; ++p, ring.next()) {
+            if (p >= STAGES) barrier_wait(bar.empty + 8 * ring.at, ring.phase ^ 1);
+            const int row = static_cast<int>(table[p] * a.page_rows);
+            const uint32_t done = bar.full + 8 * ring.at;
+            barrier_expect(done, V_STAGE + PAGE * 16);
+            fetch(base + AT_SCALES + ring.at * PAGE * 16, &scales, RANK, row, done);
+            for (int g = 0; g < TILES; ++g)
+                fetch(base + AT_V + ring.at * V_STAGE + g * TILE, &values, g * 128, row, done);
+        }
+    } else {
+        Ring<2> ring;
+        for (int p = 0; p < pages; ++p, ring.next()) {
+            if (p >= 2) barrier_wait(bar.rope_empty + 8 * ring.at, ring.phase ^ 1);
+            const int row = static_cast<int>(table[p] * a.page_rows);
+            barrier_expect(bar.rope_full + 8 * ring.at, TILE);
+            fetch(base + AT_R + ring.at * TILE, &values, RANK + 16, row, bar.rope_full + 8 * ring.at);
+        }
+    }
+}
+
+// The scores' warpgroup.
+__device__ __forceinline__ void score(char* shared, uint32_t base, const Barriers& bar, const Arguments& a, int pages,
+                                      int begin, int end, int length, int tile, int pairs, long first, int warp,
+                                      int lane) {
+    const int q4 = lane % 4, r0 = 16 * warp + lane / 4;
+    uint32_t rotated[4][4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const int row = 16 * warp + lane % 16;
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(rotated[k][0]), "=r"(rotated[k][1]), "=r"(rotated[k][2]), "=r"(rotated[k][3])
+                     : "r"(base + AT_P + row * 128 + (((2 * k + lane / 16) ^ (row & 7)) << 4)) : "memory");
+    }
+    __syncwarp();
+    const float* row_scale = reinterpret_cast<const float*>(shared + AT_ROW_SCALE);
+    const float factor[2] = {row_scale[r0], row_scale[r0 + 8]};
+    float peak[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f};
+    float s[32], t[32];
+    // A page's products with the queries, PRODUCTS one after the other, none waited for. An instruction is
+    // taken only when the one before has begun, so other work stands between them. Of a page that is not
+    // there nothing is made.
+    Ring<STAGES> next;
+    uint32_t rd, qd = descriptor(base + AT_Q), kd;
+    const auto begin_products = [&](int p) {
+        if (p < pages) {
+            barrier_wait(bar.rope_full + 8 * (p % 2), p / 2 & 1);
+            barrier_wait(bar.full + 8 * next.at, next.phase);
+        }
+        rd = descriptor(base + AT_R + p % 2 * TILE);
+        kd = descriptor(base + AT_V + next.at * V_STAGE);
+        next.next();
+        mma_fence();
+    };
+    const auto product = [&](int i) {
+        const int k = i - 4, on = k / 4 * (TILE / 16) + 2 * (k % 4);
+        if (i == 0)
+            mma_bf16_registers<false>(s, rotated[0], rd);
+        else if (i < 4)
+            mma_bf16_registers<true>(s, rotated[i], rd + 2 * i);
+        else if (i == 4)
+            mma_fp8<false>(t, qd, kd);
+        else
+            mma_fp8<true>(t, qd + on, kd + on);
+    };
+    begin_products(0);
+#pragma unroll
+    for (int i = 0; i < PRODUCTS; ++i) product(i);
+    mma_commit();
+    Ring<STAGES> ring;
+    for (int p = 0; p < pages; ++p, ring.next()) {
+        const int first_token = begin + p * PAGE, half = p % 2;
+        barrier_wait(bar.ready + 8 * ring.at, ring.phase);
+        if (p >= 2) barrier_wait(bar.taken + 8 * half, (p / 2 - 1) & 1);
+        mma_wait<0>();
+        hold(s);
+        hold(t);
+        if (lane == 0) barrier_arrive(bar.rope_empty + 8 * half);
+        float x[32];
+        const float4* scales = reinterpret_cast<const float4*>(shared + AT_SCALES) + ring.at * PAGE + q4;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float4 y = scales[4 * j];
+            const float scale[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+            for (int e = 0; e < 8; ++e) x[8 * j + e] = fmaf(scale[e / 4 * 2 + e % 2], t[8 * j + e], s[8 * j + e]);
+        }
+        if (first_token + PAGE > end - (a.rows - 1)) {
+            int limit[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                limit[i] = min(end, length - (a.rows - 1 - min(tile + r0 + 8 * i, pairs - 1) / a.heads));
+#pragma unroll
+            for (int i = 0; i < 32; ++i)
+                if (first_token + 8 * (i / 4) + 2 * q4 + i % 2 >= limit[i % 4 / 2]) x[i] = -INFINITY;
+        }
+        hold(x);
+        begin_products(p + 1);
+
+        float top[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            product(i);
+            float& even = top[i % 2];
+            float& odd = top[2 + i % 2];
+            even = fmaxf(even, fmaxf(x[4 * i], x[4 * i + 1]));
+            odd = fmaxf(odd, fmaxf(x[4 * i + 2], x[4 * i + 3]));
+            asm volatile("" : "+f"(even), "+f"(odd));
+        }
+        float high[2] = {fmaxf(top[0], top[1]), fmaxf(top[2], top[3])};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            high[0] = fmaxf(high[0], __shfl_xor_sync(0xffffffff, high[0], 1 + i));
+            high[1] = fmaxf(high[1], __shfl_xor_sync(0xffffffff, high[1], 1 + i));
+            product(8 + i);
+        }
+        float alpha[2], from[2];
+        bool raised = false;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            high[i] *= factor[i];
+            const bool now = high[i] > peak[i] + 2.0f;
+            alpha[i] = now ? exp2_fast(peak[i] - high[i]) : 1.0f;
+            peak[i] = now ? high[i] : peak[i];
+            total[i] *= alpha[i];
+            from[i] = peak[i] == -INFINITY ? 0.0f : -peak[i];
+            raised |= now;
+        }
+        const bool changed = __any_sync(0xffffffff, raised);
+        product(10);
+        product(11);
+        const uint2* normed = reinterpret_cast<const uint2*>(shared + AT_NORMED) + ring.at * 16 + q4;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const uint2 w = normed[4 * j];
+            const __half2 w0 = *reinterpret_cast<const __half2*>(&w.x), w1 = *reinterpret_cast<const __half2*>(&w.y);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                product(12 + 2 * j + i);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float& y = x[8 * j + 4 * i + e];
+                    y = exp2_fast(fmaf(y, factor[e / 2], from[e / 2]));
+                    total[e / 2] += y;
+                    asm volatile("" : "+f"(y));
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = r0 + 8 * i;
+                const __half2 low = __floats2half2_rn(x[8 * j + 2 * i], x[8 * j + 2 * i + 1]);
+                const __half2 high_half = __floats2half2_rn(x[8 * j + 4 + 2 * i], x[8 * j + 5 + 2 * i]);
+                char* to = shared + AT_P + row * 128 + (((4 * half + j) ^ (row & 7)) << 4);
+                const uint32_t word = pack_fp8(__hmul2(low, w0), __hmul2(high_half, w1));
+                asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared_address(to) + 4 * q4), "r"(word) : "memory");
+            }
+        }
+        mma_commit();
+        if (q4 == 0) {
+            float* to = reinterpret_cast<float*>(shared + AT_ALPHA) + half * PAIRS + r0;
+            to[0] = alpha[0];
+            to[8] = alpha[1];
+        }
+        if (lane == 0) reinterpret_cast<int*>(shared + AT_CHANGED)[half * 4 + warp] = changed;
+        proxy_fence();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(bar.weights + 8 * half);
+    }
+    mma_wait<0>();
+    // When the others are through with the last factors, those of the end: one over the sums.
+    if (pages > 0) barrier_wait(bar.taken + 8 * ((pages - 1) % 2), (pages - 1) / 2 & 1);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        total[i] += __shfl_xor_sync(0xffffffff, total[i], 1);
+        total[i] += __shfl_xor_sync(0xffffffff, total[i], 2);
+        const int r = r0 + 8 * i;
+        if (q4 == 0) {
+            reinterpret_cast<float*>(shared + AT_ALPHA)[r] = total[i] > 0.0f ? 1.0f / total[i] : 0.0f;
+            if (a.splits > 1 && tile + r < pairs)
+                a.sums[static_cast<long>(blockIdx.z) * a.number + first + r] =
+                    total[i] > 0.0f ? log2f(total[i]) + peak[i] : -INFINITY;
+        }
+    }
+    meet(2, 384);
+}
+
+// A warpgroup of the outputs, values 256 * part on.
+__device__ __forceinline__ void add_values(char* shared, uint32_t base, const Barriers& bar, const Arguments& a,
+                                           int pages, int left, long first, int part, int warp, int lane) {
+    const int q4 = lane % 4;
+    float acc[4][32];
+#pragma unroll
+    for (int b = 0; b < 4; ++b)
+#pragma unroll
+        for (int i = 0; i < 32; ++i) acc[b][i] = 0.0f;
+    Ring<STAGES> ring;
+    const float2* step = reinterpret_cast<const float2*>(shared + AT_STEP);
+    float reference = 0.0f;
+    for (int p = 0; p < pages; ++p, ring.next()) {
+        const int half = p % 2;
+        barrier_wait(bar.ready + 8 * ring.at, ring.phase);
+        barrier_wait(bar.weights + 8 * half, p / 2 & 1);
+        const float shrink = step[ring.at].y;
+        reference = step[ring.at].x;
+        const int2* changed = reinterpret_cast<const int2*>(shared + AT_CHANGED) + 2 * half;
+        const int2 some = changed[0], others = changed[1];
+        if (shrink != 1.0f || (some.x | some.y | others.x | others.y)) {
+            const float* factors = reinterpret_cast<const float*>(shared + AT_ALPHA) + half * PAIRS + 2 * q4;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const float2 alpha = *reinterpret_cast<const float2*>(factors + 8 * j);
+                const float even = alpha.x * shrink, odd = alpha.y * shrink;
+#pragma unroll
+                for (int b = 0; b < 4; ++b)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) acc[b][4 * j + e] *= e % 2 ? odd : even;
+            }
+        }
+        const uint32_t pd = descriptor(base + AT_P) + 4 * half;
+        const uint32_t at = base + AT_V + ring.at * V_STAGE + 2 * part * TILE + lane * 128;
+        uint32_t v[2][2][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // 32 tokens and two blocks of 64 values, a tile of V
+            if (i >= 2) mma_wait<1>();
+            const int k = i / 2, c = i % 2;
+#pragma unroll
+            for (int b = 0; b < 2; ++b)
+                load_values(v[c][b], at + c * TILE + k * 32 * 128 + (((4 * b + warp) ^ (lane & 7)) << 4));
+            mma_fence();
+#pragma unroll
+            for (int b = 0; b < 2; ++b) mma_fp8_registers(acc[2 * c + b], v[c][b], pd + 2 * k);
+            mma_commit();
+        }
+        mma_wait<0>();
+#pragma unroll
+        for (int b = 0; b < 4; ++b) hold(acc[b]);
+        if (lane == 0) {
+            barrier_arrive(bar.taken + 8 * half);
+            barrier_arrive(bar.empty + 8 * ring.at);
+        }
+    }
+    meet(2, 384);
+    const float* inverses = reinterpret_cast<const float*>(shared + AT_ALPHA);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int r = 8 * j + 2 * q4 + e;
+            if (r >= left) continue;
+            const float scale = inverses[r] * reference * (1.0f / ROOM);
+#pragma unroll
+            for (int b = 0; b < 4; ++b) {
+                const int d = 256 * part + 64 * b + 16 * warp + 2 * (lane / 4);
+                const float x = acc[b][4 * j + e] * scale, y = acc[b][4 * j + 2 + e] * scale;
+                if (a.splits > 1)
+                    *reinterpret_cast<float2*>(
+                        a.partial + (static_cast<long>(blockIdx.z) * a.number + first + r) * RANK + d) =
+                        make_float2(x, y);
+                else
+                    *reinterpret_cast<__nv_bfloat162*>(a.out + (first + r) * RANK + d) = __floats2bfloat162_rn(x, y);
+            }
+        }
+}
+
+__global__ void __launch_bounds__(512, 1)
+decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUtensorMap scales, const Arguments a) {
+    extern __shared__ __align__(1024) char shared[];
+    const int tid = threadIdx.x, group = __shfl_sync(0xffffffff, tid / 128, 0), lane = tid % 32;
+    const int warp = __shfl_sync(0xffffffff, tid % 128 / 32, 0);
+    const int length = a.lengths[blockIdx.y];
+    const int begin = blockIdx.z * a.split;
+    if (blockIdx.z > 0 && begin >= length) return;
+    const int end = min(begin + a.split, length);
+    const int pages = max(0, (end - begin + PAGE - 1) / PAGE);
+    const int pairs = a.rows * a.heads, tile = blockIdx.x * PAIRS;
+    const long first = static_cast<long>(blockIdx.y) * pairs + tile;
+    const uint32_t base = shared_address(shared);
+    const Barriers bar(base + AT_BARRIERS);
+    if (tid == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(bar.full + 8 * i, 1);
+            barrier_init(bar.empty + 8 * i, 8);
+            barrier_init(bar.ready + 8 * i, 1);
+        }
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(bar.rope_full + 8 * i, 1);
+            barrier_init(bar.rope_empty + 8 * i, 4);
+            barrier_init(bar.weights + 8 * i, 4);
+            barrier_init(bar.taken + 8 * i, 8);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        const int* table = a.page_table + static_cast<long>(blockIdx.y) * a.table_stride + begin / PAGE;
+        if (warp < 2) {
+            if (lane == 0) produce(values, scales, a, base, bar, table, pages, warp);
+        } else if (warp == 2) {
+            prepare(shared, bar, pages, length - begin, lane);
+        }
+    } else if (group == 1) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 136;");
+        meet(1, 384);
+        score(shared, base, bar, a, pages, begin, end, length, tile, pairs, first, warp, lane);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 176;");
+        float* row_scale = reinterpret_cast<float*>(shared + AT_ROW_SCALE);
+        load_query(a, shared + AT_Q, row_scale, tid - 256, first, pairs - tile);
+        proxy_fence();
+        meet(1, 384);
+        add_values(shared, base, bar, a, pages, pairs - tile, first, group - 2, warp, lane);
+    }
+}
+
+}  // namespace one
+}  // namespace
