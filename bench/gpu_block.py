@@ -86,6 +86,11 @@ class Rank:
         return -(-self.pairs // self.active)
 
 
+def padded_rows(rows: int) -> int:
+    """Rows of an expert in the masked layout: a tile of 64 or of 128 may not reach the next one."""
+    return 64 if rows <= 64 else -(-rows // 128) * 128
+
+
 def random_weight(*shape: int, generator: torch.Generator) -> BlockWeight:
     """[..., n, k] with a scale for each block; a product with unit rows has unit rows."""
     *batch, n, k = shape
@@ -131,14 +136,16 @@ class Weights:
         self._receive(rank, draw)
 
     def _receive(self, rank: Rank, draw: torch.Generator) -> None:
-        device, rows = draw.device, -(-rank.rows // 4) * 4
+        device, rows = draw.device, padded_rows(rank.rows)
         arrived = torch.randn(rank.experts, rows, HIDDEN, device=device, generator=draw)
         self.arrived = quantise_rows(arrived)
+        used = slice(rank.active), slice(rank.rows)
+        self.received = Rows(self.arrived.values[used], self.arrived.scales[used])
         self.counts = torch.zeros(rank.experts, dtype=torch.int32, device=device)
         self.counts[: rank.active] = rank.rows
-        there, sent = rank.experts * rows, rank.tokens * TOP_K
-        order = torch.randperm(max(sent, there), device=device, generator=draw)
-        self.origin = (order[:sent] % there).view(rank.tokens, TOP_K).to(torch.int32)
+        self.pairs, sent = rank.pairs, rank.tokens * TOP_K
+        order = torch.randperm(max(sent, self.pairs), device=device, generator=draw)
+        self.origin = (order[:sent] % self.pairs).view(rank.tokens, TOP_K).to(torch.int32)
 
     def sized(self, rank: Rank, seed: int) -> Weights:
         """The same weights with what a rank of another batch receives."""
@@ -253,7 +260,7 @@ class Block:
 
     def combine(self, done: Tensor, weights: Tensor, shared: Tensor) -> Tensor:
         """Rows sent back, and their weighted sum with the shared expert's."""
-        flat = self.run("combine_send", done).flatten(0, 1)
+        flat = self.run("combine_send", done.flatten(0, 1)[: self.w.pairs])
         return self.run("combine_sum", flat, self.w.origin, weights, shared)
 
     def __call__(
@@ -274,8 +281,8 @@ class Block:
             with torch.cuda.stream(side):
                 shared = self.shared(rows)
         _, weights = self.run("gate", normed, self.w)
-        arrived = self.run("dispatch", self.w.arrived)
-        done = self.experts(arrived)
+        self.run("dispatch", self.w.received)
+        done = self.experts(self.w.arrived)
         if side is None:
             shared = self.shared(rows)
         else:

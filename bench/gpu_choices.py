@@ -118,12 +118,12 @@ def _first_sequences(result: Tensor, call: Call) -> Tensor:
 
 
 def _defined(result: Any, call: Call) -> Any:
-    """The rows that have a count, of a masked result."""
+    """The rows that have a count, of a masked result: the first experts' first rows."""
     counts = call[-1] if isinstance(call[-1], Tensor) else call[-2]
-    count = int(counts[0])
+    experts, count = int((counts > 0).sum()), int(counts[0])
     if isinstance(result, Rows):
-        return Rows(result.values[:, :count], result.scales[:, :count])
-    return result[:, :count]
+        return Rows(result.values[:experts, :count], result.scales[:experts, :count])
+    return result[:experts, :count]
 
 
 def _dense() -> list[Candidate]:

@@ -41,6 +41,7 @@ from gpu_timing import (  # noqa: E402
     error,
     kernel_gaps,
     replay_times,
+    rested,
     sustained,
     timed,
 )
@@ -136,7 +137,7 @@ def layer_error(blocks: Sequence[Block], table: dict[str, Step]) -> float:
 def whole_layer(blocks: Sequence[Block], clocks: Clocks) -> dict[str, Any]:
     """The layer in graphs: in line, with the shared expert beside, with dependent launches.
 
-    The fastest is also run for seconds without a pause.
+    The fastest is also run with pauses, and for seconds without one.
     """
     found: dict[str, Any] = {}
     graphs = {}
@@ -156,6 +157,7 @@ def whole_layer(blocks: Sequence[Block], clocks: Clocks) -> dict[str, Any]:
         found |= {key: value / len(blocks) for key, value in gaps.items()}
         found["gap_share"] = 1 - gaps["busy"] / gaps["span"]
     found["best"] = min(graphs, key=lambda name: found[name])
+    found["rested"] = rested(graphs[found["best"]]) / len(blocks)
     taken, at = sustained(graphs[found["best"]], clocks)
     found["sustained"], found["sustained_clocks"] = taken / len(blocks), at
     return found
@@ -215,7 +217,8 @@ def print_layer(key: str, result: dict[str, Any]) -> None:
     whole = result["layer"]
     modes = ", ".join(f"{name} {whole[name]:.1f}" for name in MODES)
     print(
-        f"  layer: {modes} us; sustained {whole['sustained']:.1f} ({whole['best']})"
+        f"  layer: {modes} us; rested {whole['rested']:.1f},"
+        f" sustained {whole['sustained']:.1f} ({whole['best']})"
         f" at {whole['sustained_clocks'].get('clocks.sm')} MHz;"
         f" steps {result['sum_of_steps_us']:.1f}, copies among them {result['copies_us']:.1f},"
         f" public ones {result['public_us']:.1f};\n"

@@ -122,7 +122,7 @@ class Flow:
             self.end = wire.send("combine", tokens)
         elif stage == Stage.RECEIVE:
             self._arrive()
-            flat = self.done.flatten(0, 1)
+            flat = self.done.flatten(0, 1)[: block.w.pairs]
             self.x = block.run("combine_sum", flat, block.w.origin, self.weights, self.shared)
 
     def _arrive(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -237,6 +238,20 @@ def _profiled(graph: torch.cuda.CUDAGraph) -> dict[str, float] | None:
         busy += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     return {"span": reached - spans[0][0], "busy": busy, "kernels": float(len(spans))}
+
+
+def rested(graph: torch.cuda.CUDAGraph, replays: int = 9, pause_s: float = 0.15) -> float:
+    """Median microseconds of replays with pauses, in which the power limit is never reached."""
+    times = []
+    for _ in range(replays):
+        time.sleep(pause_s)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times)
 
 
 def sustained(

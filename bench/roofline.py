@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 
 import bounds  # noqa: E402 - the path is set above
 import torch  # noqa: E402
-from gpu_block import SCALE, Rank, State, random_weight  # noqa: E402
+from gpu_block import SCALE, Rank, State, padded_rows, random_weight  # noqa: E402
 from gpu_choices import steps  # noqa: E402
 from gpu_timing import Clocks, pick  # noqa: E402
 from gpu_warm import Job, compile_products  # noqa: E402
@@ -100,7 +100,7 @@ def grouped() -> Iterator[Row]:
             weights = [random_weight(experts, n, k, generator=draw) for _ in range(sets)]
             for batch in BATCHES:
                 rank = rank_of(ep, batch)
-                padded = -(-rank.rows // 4) * 4
+                padded = padded_rows(rank.rows)
                 counts = torch.zeros(experts, dtype=torch.int32, device="cuda")
                 counts[: rank.active] = rank.rows
                 calls = [
