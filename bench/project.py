@@ -4,8 +4,8 @@
 
 A step is 58 MoE layers and the draft's one, three dense layers, and logits for the model and for
 the draft; it gives 1.6 tokens of each of 128 requests (one draft, right six times in ten). The time
-of a layer is what `gpu_layer.py` measured without its two copies; dispatch and combine come from
-published measurements. Host work between steps, sampling, skew between ranks and the load's
+of a layer is what `gpu_layer.py` measured over seconds (at the clocks that the power limit leaves)
+without its two copies; dispatch and combine come from published measurements. Host work between steps, sampling, skew between ranks and the load's
 imbalance are left out, so these are upper limits of what a mesh reaches with these kernels.
 """
 
@@ -66,7 +66,7 @@ class Projection:
 def parts_of(measured: Mapping[str, Any], rest: Mapping[str, float]) -> Parts:
     """From a rank's entry of `gpu_layer.py`'s JSON and its `rest`."""
     times = {row["step"]: row["us"] for row in measured["steps"]}
-    layer = measured["layer"][measured["layer"]["best"]]
+    layer = measured["layer"]["sustained"]
     attention = sum(times[name] for name in ATTENTION)
     return Parts(
         layer - measured["copies_us"], attention + sum(rest[n] for n in DENSE), rest["head"]
