@@ -4,9 +4,10 @@
 
 A step is 58 MoE layers and the draft's one, three dense layers, and logits for the model and for
 the draft; it gives 1.6 tokens of each of 128 requests (one draft, right six times in ten). The time
-of a layer is what `gpu_layer.py` measured over seconds (at the clocks that the power limit leaves)
-without its two copies; dispatch and combine come from published measurements. Host work between steps, sampling, skew between ranks and the load's
-imbalance are left out, so these are upper limits of what a mesh reaches with these kernels.
+of a layer is what `gpu_layer.py` measured over seconds, at the clocks that the power limit leaves,
+without its two copies; dispatch and combine come from published measurements. Host work between
+steps, sampling, skew between ranks and the load's imbalance are left out, so these are upper limits
+of what a mesh reaches with these kernels.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def draw(rows: list[dict[str, str]], label: Any, roof: float, path: Path) -> Non
     colours = plt.get_cmap("tab10").colors
     for number, (name, points) in enumerate(curves.items()):
         points.sort()
-        down = name.endswith("down")
+        down = name.endswith("routed down")
         axes.plot(
             [x for x, _ in points],
             [y for _, y in points],
