@@ -112,8 +112,8 @@ _STEP_US, _COLUMN_US, _START_US, _SPLIT_US = 0.10, 0.0015, 2.5, 0.4
 
 
 def cluster_stages(block_n: int, split: int) -> int:
-    """Steps in flight that shared memory has room for, beside a tile's sums if they are shared."""
-    sums = 128 * (block_n + 8) * 4 if split > 1 else 0
+    """Steps in flight that shared memory has room for, beside a tile's result."""
+    sums = 128 * (block_n + 8) * (4 if split > 1 else 2)
     return min(_MOST_STAGES, (_SHARED_BYTES - sums) // ((128 + block_n) * BLOCK + 512))
 
 

@@ -1,0 +1,326 @@
+"""Candidates of every step of a layer, and their definitions; the fastest correct one is chosen.
+
+The definition of a step is plain torch; libraries and this project's kernels are measured beside it
+in one process.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gpu_libraries as lib
+import torch
+from gpu_block import Block, copied_rows, weighted_sum
+from gpu_timing import Call, Candidate, Measured, pick
+from torch import Tensor
+
+from pdmesh.kernels import cublaslt_backend, deep_gemm_backend
+from pdmesh.kernels import quantised as ref
+from pdmesh.kernels import rope_append as definition
+from pdmesh.kernels.gate import GateRule, choose_experts
+from pdmesh.kernels.gemm_config import cluster_tile
+from pdmesh.kernels.quantised import BlockWeight, Rows
+from pdmesh.kernels.rope import apply_rope
+
+RULE = GateRule("noaux_tc", 256, 8, 8, 4, True, 2.5)
+PRODUCT, SMALL, LOOSE = 5e-3, 5e-3, 3e-2
+"""Largest relative errors: FP8 products beside float32 ones of the same operands, bfloat16 results,
+and results that are quantised again (a value on an edge goes to either neighbour)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's definition and candidates.
+
+    Attributes:
+        reference: the definition.
+        candidates: to be measured.
+        tolerance: largest relative error.
+        look: what of a result is compared.
+        changes: positions of the arguments that it changes in place.
+    """
+
+    reference: Callable[..., Any]
+    candidates: list[Candidate]
+    tolerance: float
+    look: Callable[[Any, Call], Any] = lambda result, call: result
+    changes: tuple[int, ...] = ()
+
+    def fresh(self, call: Call) -> Call:
+        return tuple(
+            value.clone() if place in self.changes else value for place, value in enumerate(call)
+        )
+
+
+def own(module: str, name: str, label: str | None = None, wrap: Any = None) -> list[Candidate]:
+    """This project's kernel as a candidate, if it is there."""
+    try:
+        function = getattr(importlib.import_module(f"pdmesh.kernels.{module}"), name)
+    except (ImportError, AttributeError):
+        return []
+    return [Candidate(label or module, wrap(function) if wrap else function, own=True)]
+
+
+def rope_append(
+    query: Tensor,
+    latent: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    pool: Tensor,
+    layer: int,
+) -> Tensor:
+    """Rotates queries; normalises, rotates and appends latents. In plain torch."""
+    c, s = cos[positions], sin[positions]
+    normed = torch.nn.functional.rms_norm(latent[:, :512].float(), (512,), weight.float(), 1e-6).to(
+        torch.bfloat16
+    )
+    rope = apply_rope(latent[:, 512:], c, s, True)
+    flat = pool.view(-1, pool.shape[-1])
+    flat[slots + layer * pool.shape[2]] = torch.cat([normed, rope], dim=-1)
+    return apply_rope(query, c[:, None], s[:, None], True)
+
+
+def gate(normed: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
+    logits = normed.float() @ weights.gate.t()
+    return choose_experts(logits, weights.gate_bias, RULE)
+
+
+def gate_bf16(normed: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
+    logits = (normed @ weights.gate_bf16.t()).float()
+    return choose_experts(logits, weights.gate_bias, RULE)
+
+
+def _absorb(**options: bool) -> Callable[[Any], Any]:
+    return lambda run: lambda query, w, rotated: run(query, w.key, rotated, 1.0, **options)
+
+
+def _values(**options: bool) -> Callable[[Any], Any]:
+    return lambda run: lambda latent, w: run(latent, w.value, **options)
+
+
+def _gate_by(weight: str) -> Callable[[Any], Any]:
+    """This project's gate on the weights of that name; it counts the choices besides."""
+    return lambda run: lambda normed, w: run(normed, getattr(w, weight), w.gate_bias, RULE)[:2]
+
+
+def _sum_by(run: Any) -> Callable[..., Tensor]:
+    return lambda flat, origin, weights, shared: run(flat, origin, weights) + shared
+
+
+def _first_sequences(result: Tensor, call: Call) -> Tensor:
+    return result[: 4 * call[4]]
+
+
+def _defined(result: Any, call: Call) -> Any:
+    """The rows that have a count, of a masked result: the first experts' first rows."""
+    counts = call[-1] if isinstance(call[-1], Tensor) else call[-2]
+    experts, count = int((counts > 0).sum()), int(counts[0])
+    if isinstance(result, Rows):
+        return Rows(result.values[:experts, :count], result.scales[:experts, :count])
+    return result[:experts, :count]
+
+
+def _dense() -> list[Candidate]:
+    found = [
+        Candidate("DeepGEMM", deep_gemm_backend.fp8_gemm),
+        Candidate("cuBLASLt", cublaslt_backend.fp8_gemm),
+    ]
+    found += own("triton.splitk_gemm", "fp8_gemm", "split-K")
+    found += own("cuda_gemm", "fp8_gemm", "cluster")
+    found += own("cuda_gemm", "fp8_gemm", "cluster, dependent", _dependent_tile)
+    return found
+
+
+def _dependent_tile(run: Any) -> Callable[..., Tensor]:
+    """The product in clusters, which asks for its weights before the kernel ahead is done."""
+
+    def product(x: Rows, weight: BlockWeight) -> Tensor:
+        (m, k), n = x.values.shape, weight.values.shape[0]
+        return run(x, weight, tile=cluster_tile(m, n, k)._replace(dependent=True))
+
+    return product
+
+
+def _masked_silu(gate_up: Tensor, counts: Tensor) -> Rows:
+    return ref.masked_silu_mul_quantise(gate_up, counts)
+
+
+def _act(gate_up: Tensor) -> Rows:
+    return ref.silu_mul_quantise(gate_up)
+
+
+def _sorted_weights(result: Any, call: Call) -> Tensor:
+    """Weights in order: two experts of equal score may change places."""
+    return result[1].sort(dim=-1).values
+
+
+def steps(without: Sequence[str] = ()) -> dict[str, Step]:
+    """All steps of a MoE and a dense layer; candidates of which `without` names a part are left."""
+    table = _all_steps()
+    for step in table.values():
+        step.candidates[:] = [
+            one for one in step.candidates if not any(part in one.name for part in without)
+        ]
+    return table
+
+
+def _all_steps() -> dict[str, Step]:
+    values = "project_values_quantise"
+    add_norm = Step(
+        ref.add_rms_norm_quantise,
+        [
+            Candidate("torch", ref.add_rms_norm_quantise),
+            *own("triton.norm", "add_rms_norm_quantise", "norm"),
+        ],
+        LOOSE,
+        changes=(1,),
+    )
+    dense = Step(ref.fp8_gemm, _dense(), PRODUCT)
+    act = Step(
+        _act,
+        [Candidate("torch", _act), *own("triton.quantise", "silu_mul_quantise", "silu")],
+        LOOSE,
+    )
+    masked = Step(
+        ref.masked_grouped_gemm,
+        [
+            Candidate("DeepGEMM", deep_gemm_backend.masked_grouped_gemm),
+            *own("triton.grouped_gemm", "masked_grouped_gemm", "grouped"),
+        ],
+        PRODUCT,
+        look=_defined,
+    )
+    return {
+        "input_norm": add_norm,
+        "qkv_a": dense,
+        "q_norm": Step(
+            ref.rms_norm_quantise,
+            [
+                Candidate("torch", ref.rms_norm_quantise),
+                *own("triton.norm", "rms_norm_quantise", "norm"),
+            ],
+            LOOSE,
+        ),
+        "q_b": dense,
+        "rope_append": Step(
+            definition.rope_append,
+            [
+                Candidate("torch", rope_append),
+                *own("triton.rope_append", "rope_append", "rope_append"),
+            ],
+            SMALL,
+        ),
+        "absorb": Step(
+            lambda query, w, rotated: ref.absorb_query(query, w.key, rotated, 1.0),
+            [
+                Candidate(
+                    "torch bf16",
+                    lambda query, w, rotated: lib.torch_absorb(query, w.key_bf16, rotated),
+                ),
+                *own("cuda_absorbed", "absorb_query", "CUDA", _absorb()),
+                *own("cuda_absorbed", "absorb_query", "CUDA, dependent", _absorb(dependent=True)),
+                *own("triton.absorbed", "absorb_query", "Triton", _absorb()),
+            ],
+            SMALL,
+        ),
+        "mla": Step(
+            lib.attention_reference,
+            [
+                Candidate("FlashMLA", lib.FlashMla()),
+                Candidate("FlashInfer fa3", lib.FlashInferMla()),
+                *own("triton.mla_decode", "mla_decode", "Triton"),
+            ],
+            1e-2,
+            look=_first_sequences,
+        ),
+        "values": Step(
+            lambda latent, w: ref.project_values_quantise(latent, w.value),
+            [
+                Candidate("torch bf16", lambda latent, w: lib.torch_values(latent, w.value_bf16)),
+                *own("cuda_absorbed", values, "CUDA", _values()),
+                *own("cuda_absorbed", values, "CUDA, dependent", _values(dependent=True)),
+                *own("triton.absorbed", values, "Triton", _values()),
+            ],
+            LOOSE,
+        ),
+        "o_proj": dense,
+        "post_norm": add_norm,
+        "gate": Step(
+            gate,
+            [
+                Candidate("torch f32", gate),
+                Candidate("torch bf16", gate_bf16),
+                *own("triton.gate", "gate_topk", "gate f32", _gate_by("gate")),
+                *own("triton.gate", "gate_topk", "gate bf16", _gate_by("gate_bf16")),
+            ],
+            1e-2,
+            look=_sorted_weights,
+        ),
+        "shared_up": dense,
+        "shared_act": act,
+        "shared_down": dense,
+        "dispatch": Step(copied_rows, [Candidate("torch copy", copied_rows)], 0.0),
+        "routed_up": masked,
+        "routed_act": Step(
+            _masked_silu,
+            [
+                Candidate("torch", _masked_silu),
+                *own("triton.quantise", "masked_silu_mul_quantise", "silu"),
+            ],
+            LOOSE,
+            look=_defined,
+        ),
+        "routed_down": masked,
+        "combine_send": Step(torch.clone, [Candidate("torch copy", torch.clone)], 0.0),
+        "combine_sum": Step(
+            weighted_sum,
+            [
+                Candidate("torch", weighted_sum),
+                *own("triton.permute", "unpermute", "unpermute", _sum_by),
+            ],
+            1e-2,
+        ),
+        "dense_up": dense,
+        "dense_act": act,
+        "dense_down": dense,
+    }
+
+
+Table = dict[str, list[Measured]]
+
+
+def choose(
+    blocks: Sequence[Block],
+    table: Mapping[str, Step],
+    names: Sequence[str],
+    report: Callable[[str, Measured | None, list[Measured]], None],
+) -> tuple[dict[str, Measured], Table]:
+    """The fastest correct candidate of each step, on the arguments that the blocks noted.
+
+    A step of which no candidate is right is left to its definition.
+    """
+    chosen: dict[str, Measured] = {}
+    all_of_them: Table = {}
+    for name in names:
+        step = table[name]
+        calls = [block.noted[name] for block in blocks if block.noted is not None]
+        best, measured = pick(
+            step.candidates,
+            calls,
+            step.reference,
+            tolerance=step.tolerance,
+            look=step.look,
+            fresh=step.fresh,
+            rounds=3,
+        )
+        if best is None:
+            best = Measured("definition", False, why_not="no candidate", run=step.reference)
+        chosen[name], all_of_them[name] = best, measured
+        report(name, best, measured)
+    return chosen, all_of_them

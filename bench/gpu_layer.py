@@ -1,0 +1,314 @@
+"""One MoE decode layer of full-width DeepSeek-V3 on one GPU, step by step and in a CUDA graph.
+
+    python -P bench/gpu_layer.py [--ranks ep128 ep8] [--json FILE]     (needs a Hopper GPU)
+
+`ep128` is a rank of 128: batch 128, two rows a sequence, 5,000 latents a sequence, all heads, two
+routed experts of 1,024 rows; `ep8` a rank of eight with 32 experts of 64 rows; `tp8` one of eight
+ranks that share one sequence's attention, 16 heads each. Dispatch and combine are copies within the
+device of what the rank would receive and send; sums over ranks of tensor parallelism are left out.
+
+Every step's candidates (libraries, this project's kernels) are checked by its definition and timed
+in one process on the values it has in the layer, weights cold; the fastest correct one runs in the
+layer. Printed beside: the fastest that is not this project's, and the bound of `bounds.py`. The
+time of a layer is that of a graph of several layers, each with weights and pages of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
+
+import bounds  # noqa: E402 - the path is set above
+import torch  # noqa: E402
+from gpu_block import Block, Rank, State, Weights  # noqa: E402
+from gpu_choices import Step, Table, choose, steps  # noqa: E402
+from gpu_libraries import attention_reference  # noqa: E402
+from gpu_timing import (  # noqa: E402
+    Clocks,
+    Measured,
+    capture,
+    error,
+    kernel_gaps,
+    replay_times,
+    rested,
+    sustained,
+    timed,
+)
+from gpu_warm import compile_products, layer_jobs  # noqa: E402
+
+RANKS = {
+    "ep128": Rank("EP128", 128),
+    "ep8": Rank("EP8", 8),
+    "tp8": Rank("EP8 TP8", 8, batch=1, heads=16, senders=8),
+}
+SETS = {"ep128": 8, "ep8": 4, "tp8": 4}
+ATTENTION = ("input_norm", "qkv_a", "q_norm", "q_b", "rope_append", "absorb", "mla", "values")
+EXPERTS = ("dispatch", "routed_up", "routed_act", "routed_down", "combine_send", "combine_sum")
+SHARED = ("shared_up", "shared_act", "shared_down")
+ORDER = (*ATTENTION, "o_proj", "post_norm", "gate", *SHARED, *EXPERTS)
+DENSE_ORDER = ["dense_up", "dense_act", "dense_down"]
+COPIES = ("dispatch", "combine_send")
+AIM = {"ep128": 900.0, "ep8": 1120.0, "tp8": math.nan}
+MODES = ("in_line", "side", "side_66", "dependent")
+SEED_H100 = {"qkv_a": "16.7", "routed_up": {"EP8": "555 (both)", "EP128": "270 (both, two halves)"}}
+
+
+def usable(step: Step) -> Callable[..., Any]:
+    """The first candidate that runs, else the definition: what a layer begins with."""
+    functions = [candidate.run for candidate in step.candidates] + [step.reference]
+
+    def run(*arguments: Any) -> Any:
+        while True:
+            try:
+                return functions[0](*arguments)
+            except Exception:  # noqa: BLE001 - a library's own errors are of any type
+                if len(functions) == 1:
+                    raise
+                functions.pop(0)
+
+    return run
+
+
+def print_step(
+    bound: dict[str, bounds.Work], name: str, best: Measured, tried: list[Measured]
+) -> None:
+    limit = bound[name].microseconds(bounds.H200) if name in bound else None
+    parts = [
+        f"{m.name} {m.microseconds:.1f}" if not m.why_not else f"{m.name}: {m.why_not}"
+        for m in tried
+    ]
+    shown = "-" if limit is None else f"{limit:.1f}"
+    print(f"  {name:13} {best.microseconds:7.1f} us  bound {shown:>6}  {best.name}", end="  ")
+    print(f"[{'; '.join(parts)}]", flush=True)
+
+
+def blocks_of(rank: Rank, sets: int, ops: dict[str, Any], *, dense: bool = False) -> list[Block]:
+    state = State(rank, sets)
+    return [Block(rank, Weights(rank, 10 + n, dense=dense), state, n, ops) for n in range(sets)]
+
+
+def note(blocks: Sequence[Block], *, dense: bool = False) -> None:
+    """One eager pass that keeps every step's arguments."""
+    state = blocks[0].state
+    for block in blocks:
+        block.noted = {}
+        residual = state.residual.clone()
+        block.dense(state.x, residual) if dense else block(state.x, residual)
+    torch.cuda.synchronize()
+
+
+def chain(blocks: Sequence[Block], side: torch.cuda.Stream | None) -> Callable[[], Any]:
+    """Layers one after another, as a model runs them."""
+    state = blocks[0].state
+    residual = state.residual.clone()
+
+    def run() -> Any:
+        x = state.x
+        for block in blocks:
+            x = block(x, residual, side)
+        return x
+
+    return run
+
+
+def layer_error(blocks: Sequence[Block], table: dict[str, Step]) -> float:
+    """Of the whole layer beside one of definitions alone."""
+    block = blocks[0]
+    state = block.state
+    got = block(state.x, state.residual.clone())
+    plain = Block(block.rank, block.w, state, 0, {n: step.reference for n, step in table.items()})
+    plain.ops = dict(plain.ops) | {
+        "mla": lambda *arguments: attention_reference(*arguments, first=block.rank.batch)
+    }
+    return error(got, plain(state.x, state.residual.clone()))
+
+
+def whole_layer(blocks: Sequence[Block], clocks: Clocks) -> dict[str, Any]:
+    """The layer in graphs: in line, with the shared expert beside, with dependent launches.
+
+    The fastest is also run with pauses, and for seconds without one.
+    """
+    found: dict[str, Any] = {}
+    graphs = {}
+    for name, side, sms in (
+        ("in_line", None, None),
+        ("side", torch.cuda.Stream(), None),
+        ("side_66", torch.cuda.Stream(), 66),
+        ("dependent", None, None),
+    ):
+        with library_settings(name == "dependent"):
+            for block in blocks:
+                block.shared_processors = sms
+            graphs[name] = capture(chain(blocks, side))
+        found[name] = statistics.median(replay_times(graphs[name], 20)) / len(blocks)
+    gaps = kernel_gaps(graphs["in_line"])
+    if gaps is not None:
+        found |= {key: value / len(blocks) for key, value in gaps.items()}
+        found["gap_share"] = 1 - gaps["busy"] / gaps["span"]
+    found["best"] = min(graphs, key=lambda name: found[name])
+    found["rested"] = rested(graphs[found["best"]]) / len(blocks)
+    taken, at = sustained(graphs[found["best"]], clocks)
+    found["sustained"], found["sustained_clocks"] = taken / len(blocks), at
+    return found
+
+
+@contextlib.contextmanager
+def library_settings(dependent: bool) -> Iterator[None]:
+    """DeepGEMM with programmatic dependent launch, if it is there."""
+    try:
+        import deep_gemm
+    except ImportError:
+        yield
+        return
+    deep_gemm.set_pdl(dependent)
+    try:
+        yield
+    finally:
+        deep_gemm.set_pdl(False)
+
+
+def measure(key: str, sets: int, clocks: Clocks, table: dict[str, Step]) -> dict[str, Any]:
+    rank = RANKS[key]
+    bound = bounds.moe_layer(rank.batch, rank.query, rank.kv, rank.ranks, rank.heads)
+    print(f"\n{rank.name}: {rank.experts} experts of {rank.rows} rows, batch {rank.batch}")
+    began = time.perf_counter()
+    blocks = blocks_of(rank, sets, {name: usable(step) for name, step in table.items()})
+    note(blocks)
+    print(f"  set up in {time.perf_counter() - began:.1f} s", flush=True)
+
+    def report(name: str, best: Measured | None, tried: list[Measured]) -> None:
+        assert best is not None
+        print_step(bound, name, best, tried)
+
+    chosen, tried = choose(blocks, table, ORDER, report)
+    for block in blocks:
+        block.noted = None
+        block.ops = {name: measured.run for name, measured in chosen.items()}
+    wrong = layer_error(blocks, table)
+    whole = whole_layer(blocks, clocks)
+    sum_of_steps = sum(chosen[name].microseconds for name in ORDER)
+    copies = sum(chosen[name].microseconds for name in COPIES)
+    result = {
+        "rank": rank.name,
+        "bound_us": bounds.total(bound, bounds.H200),
+        "sum_of_steps_us": sum_of_steps,
+        "copies_us": copies,
+        "public_us": sum(public(tried[name]) for name in ORDER),
+        "layer": whole,
+        "layer_error": wrong,
+        "steps": step_rows(bound, chosen, tried),
+    }
+    print_layer(key, result)
+    return result
+
+
+def print_layer(key: str, result: dict[str, Any]) -> None:
+    whole = result["layer"]
+    modes = ", ".join(f"{name} {whole[name]:.1f}" for name in MODES)
+    print(
+        f"  layer: {modes} us; rested {whole['rested']:.1f},"
+        f" sustained {whole['sustained']:.1f} ({whole['best']})"
+        f" at {whole['sustained_clocks'].get('clocks.sm')} MHz;"
+        f" steps {result['sum_of_steps_us']:.1f}, copies among them {result['copies_us']:.1f},"
+        f" public ones {result['public_us']:.1f};\n"
+        f"  bound {result['bound_us']:.1f}, aim {AIM[key]:.0f}; error {result['layer_error']:.2g};"
+        f" gaps {whole.get('gap_share', math.nan):.1%} of {whole.get('span', math.nan):.1f} us,"
+        f" {whole.get('kernels', math.nan):.0f} kernels",
+        flush=True,
+    )
+
+
+def public(tried: Sequence[Measured]) -> float:
+    """The fastest correct candidate that is not this project's."""
+    return min((m.microseconds for m in tried if not m.own and not m.why_not), default=0.0)
+
+
+def step_rows(
+    bound: dict[str, bounds.Work], chosen: dict[str, Measured], tried: Table
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": name,
+            "us": round(best.microseconds, 2),
+            "by": best.name,
+            "own": best.own,
+            "public_us": round(public(tried[name]), 2),
+            "bound_us": round(bound[name].microseconds(bounds.H200), 2) if name in bound else None,
+            "tried": [m.row() for m in tried[name]],
+        }
+        for name, best in chosen.items()
+    ]
+
+
+def measure_rest(table: dict[str, Step]) -> dict[str, float]:
+    """A dense layer's MLP and the logits, in microseconds: what the projection needs besides."""
+    rank = RANKS["ep128"]
+    blocks = blocks_of(rank, 2, {name: usable(step) for name, step in table.items()}, dense=True)
+    note(blocks, dense=True)
+    bound = bounds.dense_layer(rank.batch, rank.query, rank.kv)
+    chosen, _ = choose(
+        blocks, table, DENSE_ORDER, lambda name, best, tried: print_step(bound, name, best, tried)
+    )
+    x = blocks[0].state.x
+    heads = [
+        torch.randn(bounds.VOCABULARY, bounds.HIDDEN, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2)
+    ]
+    logits = timed([lambda w=w: torch.mm(x, w.t(), out_dtype=torch.float32) for w in heads], 2)
+    print(
+        f"  head          {logits:7.1f} us  bound {bounds.head(256).microseconds(bounds.H200):.1f}"
+    )
+    return {name: m.microseconds for name, m in chosen.items()} | {"head": logits}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", nargs="*", choices=RANKS, default=list(RANKS))
+    parser.add_argument(
+        "--warm", action="store_true", help="compile DeepGEMM's kernels at once first"
+    )
+    parser.add_argument("--rest", action="store_true", help="also a dense MLP and the logits")
+    parser.add_argument("--without", nargs="*", default=[], help="parts of candidates' names")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.warm:
+        compile_products(
+            [
+                *layer_jobs([256], [(2, 1024), (32, 64)]),
+                (0, 256, 36864, 7168),
+                (0, 256, 7168, 18432),
+            ]
+        )
+    found: dict[str, Any] = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+
+    def save() -> None:
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+    with torch.inference_mode(), Clocks() as clocks:
+        for key in args.ranks:
+            found[key] = measure(key, SETS[key], clocks, steps(args.without))
+            torch.cuda.empty_cache()
+            save()
+        if args.rest:
+            found["rest"] = measure_rest(steps(args.without))
+    found["clocks"] = clocks.summary()
+    print("\nclocks (lowest, median, highest):", found["clocks"])
+    save()
+
+
+if __name__ == "__main__":
+    main()
