@@ -40,15 +40,12 @@ class ClusterTile(NamedTuple):
         split: thread blocks that share the sum, 1, 2, 4 or 8.
         pair: 2 if two tiles of rows share the weight that is read, else 1.
         stages: steps of 128 values in flight.
-        dependent: programmatic dependent launch: weights are asked for while the kernel before
-            still runs. That kernel must not write the weights.
     """
 
     block_n: int
     split: int
     pair: int
     stages: int = 4
-    dependent: bool = False
 
 
 SPLITS: dict[tuple[int, int], dict[int, SplitConfig]] = {
