@@ -176,7 +176,7 @@ CLUSTERS: dict[str, tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]
         [(112, 2, 1), (128, 2, 1), (136, 2, 1), (56, 1, 1)],
     ),
 }
-"""Tiles of the CUDA product for more than 128 rows, and for fewer: (block_n, split, pair)."""
+"""Tiles of the CUDA product, more than 128 rows and fewer: (block_n, split, pair)."""
 
 
 def cluster_candidates(rows_tried: list[int]) -> list[Candidate]:
@@ -275,9 +275,8 @@ def end_check(every: list[Candidate], jobs: list[Any], out: Path, s: float) -> d
                 right[key] = error
             else:
                 problems.append(f"{key}: {error} {text}")
-    print(f"{len(right)} of {len(every)} right; {len(problems)} problems", flush=True)
-    for problem in problems[:12]:
-        print("  ", problem[:220])
+    lines = [f"{len(right)} of {len(every)} right; {len(problems)} problems", *problems[:12]]
+    print("\n   ".join(line[:220] for line in lines), flush=True)
     (out / f"problems_{every[0].op}.txt").write_text("\n".join(problems))
     return right
 
