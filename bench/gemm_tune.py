@@ -176,7 +176,7 @@ CLUSTERS: dict[str, tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]
         [(112, 2, 1), (128, 2, 1), (136, 2, 1), (56, 1, 1)],
     ),
 }
-"""Tiles of the CUDA product for more than 128 rows, and for fewer: (block_n, split, pair)."""
+"""Tiles of the CUDA product, more than 128 rows and fewer: (block_n, split, pair)."""
 
 
 def cluster_candidates(rows_tried: list[int]) -> list[Candidate]:
@@ -184,9 +184,10 @@ def cluster_candidates(rows_tried: list[int]) -> list[Candidate]:
     for m in rows_tried:
         for name, (many, few) in CLUSTERS.items():
             for place, (block, split, pair) in enumerate(many if m > 128 else few):
-                tile = ClusterTile(block, split, pair, cluster_stages(block, split), True)
-                tiles = [tile, tile._replace(dependent=False)] if place < 2 else [tile]
-                every += [Candidate("cuda", name, m, SHAPES[name], tuple(t)) for t in tiles]
+                tile = ClusterTile(block, split, pair, cluster_stages(block, split))
+                for dependent in (True, False) if place < 2 else (True,):
+                    config = (*tile, dependent)
+                    every.append(Candidate("cuda", name, m, SHAPES[name], config))
     return sorted(every, key=lambda c: c.config[:4])
 
 
@@ -220,7 +221,9 @@ def run(c: Candidate, given: tuple[Any, ...], out: Any = None) -> Any:
     if c.op == "dense":
         return fp8_gemm(*given, out=out, config=SplitConfig(*c.config))
     if c.op == "cuda":
-        return cuda_gemm.fp8_gemm(*given, out=out, tile=ClusterTile(*c.config))
+        return cuda_gemm.fp8_gemm(
+            *given, out=out, tile=ClusterTile(*c.config[:4]), dependent=c.config[4]
+        )
     if c.op == "absorb":
         return absorbed.absorb_query(*given, 0.1, out=out, config=HeadConfig(*c.config))
     return absorbed.project_values_quantise(*given, out=out, config=HeadConfig(*c.config))
@@ -272,9 +275,8 @@ def end_check(every: list[Candidate], jobs: list[Any], out: Path, s: float) -> d
                 right[key] = error
             else:
                 problems.append(f"{key}: {error} {text}")
-    print(f"{len(right)} of {len(every)} right; {len(problems)} problems", flush=True)
-    for problem in problems[:12]:
-        print("  ", problem[:220])
+    lines = [f"{len(right)} of {len(every)} right; {len(problems)} problems", *problems[:12]]
+    print("\n   ".join(line[:220] for line in lines), flush=True)
     (out / f"problems_{every[0].op}.txt").write_text("\n".join(problems))
     return right
 

@@ -57,12 +57,19 @@ def clusters(tile: ClusterTile) -> int:
 
 
 def fp8_gemm(
-    x: Rows, weight: BlockWeight, *, out: Tensor | None = None, tile: ClusterTile | None = None
+    x: Rows,
+    weight: BlockWeight,
+    *,
+    out: Tensor | None = None,
+    tile: ClusterTile | None = None,
+    dependent: bool = False,
 ) -> Tensor:
     """`quantised.fp8_gemm`: [m, n] bfloat16, in `out` if given, whose rows are contiguous.
 
     Args:
         tile: by default `gemm_config.cluster_tile` of the shape.
+        dependent: programmatic dependent launch: weights are asked for while the kernel before
+            still runs. That kernel must not write the weights.
 
     Raises:
         ValueError: the scales of x do not lie as `quantised.new_scales` lays them.
@@ -89,7 +96,7 @@ def fp8_gemm(
         m,
         n,
         k,
-        int(tile.dependent),
+        int(dependent),
         torch.cuda.current_stream().cuda_stream,
     )
     if code:

@@ -40,15 +40,12 @@ class ClusterTile(NamedTuple):
         split: thread blocks that share the sum, 1, 2, 4 or 8.
         pair: 2 if two tiles of rows share the weight that is read, else 1.
         stages: steps of 128 values in flight.
-        dependent: programmatic dependent launch: weights are asked for while the kernel before
-            still runs. That kernel must not write the weights.
     """
 
     block_n: int
     split: int
     pair: int
     stages: int = 4
-    dependent: bool = False
 
 
 SPLITS: dict[tuple[int, int], dict[int, SplitConfig]] = {
@@ -85,6 +82,40 @@ SPLITS: dict[tuple[int, int], dict[int, SplitConfig]] = {
 }
 """By (n, k), up to so many rows: bench/gpu_gemm.py --tune on one H200."""
 
+CLUSTERS: dict[tuple[int, int], dict[int, ClusterTile]] = {
+    (2112, 7168): {
+        16: ClusterTile(136, 4, 1, 4),
+        64: ClusterTile(136, 4, 1, 4),
+        128: ClusterTile(72, 4, 1, 7),
+        256: ClusterTile(72, 2, 2, 7),
+    },
+    (24576, 1536): {
+        16: ClusterTile(96, 1, 1, 6),
+        64: ClusterTile(96, 1, 1, 6),
+        128: ClusterTile(96, 1, 1, 6),
+        256: ClusterTile(128, 1, 2, 5),
+    },
+    (7168, 16384): {
+        16: ClusterTile(112, 2, 1, 5),
+        64: ClusterTile(112, 2, 1, 5),
+        128: ClusterTile(112, 2, 1, 5),
+        256: ClusterTile(128, 1, 2, 5),
+    },
+    (4096, 7168): {
+        16: ClusterTile(64, 2, 1, 7),
+        64: ClusterTile(64, 2, 1, 7),
+        128: ClusterTile(64, 2, 1, 7),
+        256: ClusterTile(128, 2, 1, 4),
+    },
+    (7168, 2048): {
+        16: ClusterTile(112, 2, 1, 5),
+        64: ClusterTile(56, 1, 1, 8),
+        128: ClusterTile(56, 1, 1, 8),
+        256: ClusterTile(128, 1, 2, 5),
+    },
+}
+"""The same for `cuda_gemm`."""
+
 
 def split_config(m: int, n: int, k: int) -> SplitConfig:
     """The tile that was measured to be fastest, or the rule's."""
@@ -108,6 +139,9 @@ def unmeasured_split(m: int, n: int, k: int) -> SplitConfig:
 
 _SHARED_BYTES = 222 << 10
 _MOST_STAGES = 8
+_ROOM = {1: PROCESSORS, 2: PROCESSORS, 4: 120, 8: 112}
+"""Thread blocks that run at a time, by the size of their clusters: grids of 128 in clusters of four
+or eight took twice as long as one of 120 in clusters of four. The limits are inferred from that."""
 _STEP_US, _COLUMN_US, _START_US, _SPLIT_US = 0.10, 0.0015, 2.5, 0.4
 
 
@@ -118,6 +152,14 @@ def cluster_stages(block_n: int, split: int) -> int:
 
 
 def cluster_tile(m: int, n: int, k: int) -> ClusterTile:
+    """The tile that was measured to be fastest, or the rule's."""
+    for rows, tile in CLUSTERS.get((n, k), {}).items():
+        if m <= rows:
+            return tile
+    return unmeasured_cluster(m, n, k)
+
+
+def unmeasured_cluster(m: int, n: int, k: int) -> ClusterTile:
     """The tile whose waves of steps are expected to be over first."""
     pair = 2 if m > 128 else 1
     groups_m, steps = -(-m // (128 * pair)), -(-k // BLOCK)
@@ -127,7 +169,7 @@ def cluster_tile(m: int, n: int, k: int) -> ClusterTile:
             if split * pair > 8 or split > steps:
                 continue
             programs = -(-n // block_n) * groups_m * split * pair
-            waves = -(-programs // (PROCESSORS if split * pair == 1 else PROCESSORS - 4))
+            waves = -(-programs // _ROOM[split * pair])
             step_us = _STEP_US + _COLUMN_US * block_n
             cost = waves * (-(-steps // split) * step_us + _START_US) + _SPLIT_US * (split > 1)
             if best is None or cost < best[0]:

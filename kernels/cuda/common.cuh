@@ -30,13 +30,34 @@ __device__ __forceinline__ void wait_cluster(uint32_t barrier, uint32_t parity) 
       "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ uint32_t of_rank(uint32_t local, uint32_t rank) {
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
+  return remote;
+}
+
+// Nothing is to be seen through it, so no fence, which would wait for all loads and stores.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait;" ::: "memory");
+}
+
 // A K-major tile of 128-byte rows, 128-byte swizzle, 1024 bytes between groups of eight rows.
 __device__ __forceinline__ uint64_t descriptor(uint32_t at) {
   return static_cast<uint64_t>((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
-__device__ __forceinline__ void load_head(uint32_t to, const CUtensorMap* map, int column, int head,
-                                     int row, uint32_t barrier) {
+__device__ __forceinline__ void load_head(uint32_t to, const CUtensorMap* map, int column,
+                                          int head, int row, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to), "l"(map), "r"(column), "r"(head), "r"(row),

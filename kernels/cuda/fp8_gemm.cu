@@ -30,27 +30,6 @@ constexpr int THREADS = 288;
 static_assert(BLOCK_N % 8 == 0 && BLOCK_N <= 128 + 8 && W_BYTES % 1024 == 0, "swizzled rows");
 static_assert(SHARED_BYTES <= 227 * 1024 && CLUSTER <= 8, "what a multiprocessor has");
 
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-__device__ __forceinline__ uint32_t of_rank(uint32_t local, uint32_t rank) {
-  uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
-  return remote;
-}
-
-// Nothing is to be seen through it, so no fence, which would wait for all loads and stores.
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait;" ::: "memory");
-}
-
 __device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, int inner, int outer,
                                      uint32_t barrier) {
   asm volatile(
