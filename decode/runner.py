@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,11 @@ from pdmesh.wire.messages import TokenLogprobs
 
 AUTO = -1
 """``draft_tokens`` that a ``DraftPolicy`` chooses for each step."""
+
+
+def most_drafts(draft_tokens: int) -> int:
+    """Drafts that a sequence may get in a step."""
+    return MAX_DRAFTS if draft_tokens == AUTO else draft_tokens
 
 
 @dataclass
@@ -61,6 +67,7 @@ class DecodeRunner:
         branches: likely tokens tried at depth 1; more than one makes trees.
         drafter: where drafts come from; by default the model's MTP layer.
         clock: seconds that only grow.
+        watch: entered for as long as a step takes.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class DecodeRunner:
         branches: int = 1,
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        watch: AbstractContextManager[None] | None = None,
     ) -> None:
         if not AUTO <= draft_tokens <= MAX_DRAFTS:
             raise ValueError(f"draft_tokens is {draft_tokens}; it must be {AUTO} to {MAX_DRAFTS}")
@@ -82,10 +90,14 @@ class DecodeRunner:
         self._policy = DraftPolicy(MAX_DRAFTS) if draft_tokens == AUTO else None
         self._drafter = drafter or MtpDrafter(model, store, page_size, branches)
         self._clock = clock
+        self._watch = nullcontext() if watch is None else watch
 
-    @torch.inference_mode()
     def step(self, sequences: Sequence[SequenceRows]) -> list[StepRows]:
         """One step; each sequence gets as many rows as its tree has nodes."""
+        with self._watch, torch.inference_mode():
+            return self._step(sequences)
+
+    def _step(self, sequences: Sequence[SequenceRows]) -> list[StepRows]:
         began = self._clock()
         count = self._fixed if self._policy is None else self._policy.choose(len(sequences))
         trees = self._drafter.propose(sequences, count)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
+from dataclasses import replace
 from functools import partial
 
 import msgspec
 import torch
 
+from pdmesh.decode.capturing import capture
 from pdmesh.decode.config import DecodeConfig
 from pdmesh.decode.limits import DecodeLimits
 from pdmesh.decode.methods import migration_methods
 from pdmesh.decode.metrics import DecodeMetrics
 from pdmesh.decode.pulling import PullingReserve
-from pdmesh.decode.runner import DecodeRunner
+from pdmesh.decode.runner import DecodeRunner, most_drafts
 from pdmesh.decode.scheduler import DecodeScheduler
 from pdmesh.decode.sequence import DecodeSequence
 from pdmesh.decode.worker import DecodeWorker
@@ -27,8 +30,15 @@ from pdmesh.kvtransfer.receiver import TransferReceiver
 from pdmesh.kvtransfer.sender import TransferSender
 from pdmesh.kvtransfer.transports import make_dialers, make_listeners, make_page_transports
 from pdmesh.model.deepseek import DeepseekV3
-from pdmesh.model.parallel.serving import Ranks, computing, join_ranks, rank_status
-from pdmesh.model.served import load_served_model, served_grammars
+from pdmesh.model.device.model import DeviceModel
+from pdmesh.model.parallel.serving import Ranks, computing, follow, join_ranks, rank_status
+from pdmesh.model.served import (
+    Placing,
+    load_served_model,
+    plan_pages,
+    served_grammars,
+    store_dtype,
+)
 from pdmesh.registry.draining import Life, Workload, counted
 from pdmesh.registry.host import Binding, host_worker
 from pdmesh.registry.loading import LoadingLog
@@ -37,8 +47,10 @@ from pdmesh.registry.publisher import WorkerLease
 from pdmesh.registry.pull_metrics import PullMetrics
 from pdmesh.registry.replicas import watching_replicas
 from pdmesh.registry.transfer_metrics import TransferMetrics
+from pdmesh.registry.watchdog import Watchdog, step_bound_s, watched
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
+from pdmesh.wire.logs import event
 from pdmesh.wire.messages import (
     Empty,
     Lease,
@@ -51,6 +63,8 @@ from pdmesh.wire.messages import (
 from pdmesh.wire.rpc import Method
 from pdmesh.wire.secret import read_secret
 
+log = logging.getLogger(__name__)
+
 _MIB = 1 << 20
 
 
@@ -62,16 +76,37 @@ async def serve_decode(config: DecodeConfig) -> None:
     """
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
+    config = _planned(config)
     model, fmt = _load(config)
+    ranks = Ranks(
+        config.ep_rank,
+        config.ep_ranks,
+        f"{config.mesh}/decode",
+        2 * config.lease_ttl_s,
+        config.redundant_experts,
+        config.rebalance,
+        config.virtual_ranks,
+        config.tp,
+        config.model_path if len(config.ep_ranks) > 1 else None,
+        config.microbatch_rows,
+    )
+    if ranks.follows:
+        await follow(model, fmt, ranks, config.worker_id)
+        return
+    watchdog = Watchdog(config.step_timeout_s or step_bound_s(config.device))
     store = LatentStore(
         config.pages,
         fmt.num_layers,
         fmt.page_size,
         fmt.latent_width,
-        model.dtype,
+        store_dtype(fmt),
         config.device,
         shared="shm" in config.transports,
     )
+    if isinstance(model, DeviceModel):
+        for line in model.ops.describe():
+            event(log, "backend", worker=config.worker_id, choice=line)
+        capture(model, store.tensor, config)
     leases: list[WorkerLease] = []
     copies = ReplicaHints()
     kv = KvManager(
@@ -88,17 +123,8 @@ async def serve_decode(config: DecodeConfig) -> None:
     receiver = TransferReceiver(store, listeners)
     receiver.start()
     scheduler: DecodeScheduler[DecodeSequence] = DecodeScheduler(config.max_batch)
-    ranks = Ranks(
-        config.ep_rank,
-        config.ep_ranks,
-        f"{config.mesh}/decode",
-        2 * config.lease_ttl_s,
-        config.redundant_experts,
-        config.rebalance,
-        config.virtual_ranks,
-    )
     called, rank = await join_ranks(model, fmt, ranks)
-    runner = DecodeRunner(called, store, fmt.page_size, config.draft_tokens)
+    runner = DecodeRunner(called, store, fmt.page_size, config.draft_tokens, watch=watchdog)
     sender = TransferSender(fmt, make_dialers(config.transports, store), store)
     worker = DecodeWorker(runner, kv, store, receiver, scheduler, limits, sender=sender)
     exchange = PrefixExchange(
@@ -207,28 +233,54 @@ async def serve_decode(config: DecodeConfig) -> None:
         else contextlib.nullcontext()
     )
     async with metrics_endpoint(metrics.registry, config.host, config.metrics_port), watch:
-        run = partial(computing, worker.run, rank)
+        run = partial(watched, partial(computing, worker.run, rank), watchdog)
         await host_worker(binding, methods, run, lease, finish, life, work, config.drain_s)
 
 
-def _load(config: DecodeConfig) -> tuple[DeepseekV3, PageFormat]:
+def _placing(config: DecodeConfig) -> Placing:
+    return Placing(config.device, config.precision, config.latents)
+
+
+def _planned(config: DecodeConfig) -> DecodeConfig:
+    """The config with the number of pages that there is room for."""
+    pages, plan = plan_pages(
+        config.model_path,
+        _placing(config),
+        mtp=config.mtp,
+        page_size=config.page_size,
+        share=config.memory_share,
+        pages=config.pages,
+        rows=config.max_batch * (1 + most_drafts(config.draft_tokens)),
+        sequences=config.max_batch,
+    )
+    if plan is not None:
+        event(log, "memory planned", worker=config.worker_id, plan=plan.describe())
+    return replace(config, pages=pages)
+
+
+def _load(config: DecodeConfig) -> tuple[DeepseekV3 | DeviceModel, PageFormat]:
     loading = LoadingLog(config.worker_id, config.model_path)
     loaded = load_served_model(
         config.model_path,
         config.model_name,
         dtype=config.dtype,
-        device=config.device,
+        placing=_placing(config),
         mtp=config.mtp,
         page_size=config.page_size,
         arithmetic=config.arithmetic,
         progress=loading.progress,
+        experts=len(config.ep_ranks) < 2,
     )
     loading.loaded()
     return loaded
 
 
 def _limits(
-    config: DecodeConfig, model: DeepseekV3, fmt: PageFormat, instance: str, secret: bytes
+    config: DecodeConfig,
+    model: DeepseekV3 | DeviceModel,
+    fmt: PageFormat,
+    instance: str,
+    secret: bytes,
 ) -> DecodeLimits:
     vocab_size = model.config.vocab_size
     return DecodeLimits(

@@ -32,7 +32,8 @@ def choose_experts(logits: Tensor, bias: Tensor | None, rule: GateRule) -> tuple
     """Experts and their weights for logits [n, num_experts] float32: ids [n, k] int64, [n, k].
 
     `bias` [num_experts] is added for the choice only, never to the weights. Experts come best
-    first. Differentiable in logits.
+    first; of equals the lower id does, among groups as among experts, and a NaN counts as largest.
+    Differentiable in logits.
     """
     if rule.method == "noaux_tc":
         scores = torch.sigmoid(logits) if logits.requires_grad else sigmoid(logits)
@@ -41,7 +42,7 @@ def choose_experts(logits: Tensor, bias: Tensor | None, rule: GateRule) -> tuple
         scores = choice = torch.softmax(logits, dim=-1)
     if rule.top_groups < rule.num_groups:
         choice = _only_best_groups(choice, rule)
-    ids = choice.topk(rule.top_k, dim=-1).indices
+    ids = _largest(choice, rule.top_k)
     weights = scores.gather(-1, ids)
     if rule.normalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
@@ -56,6 +57,14 @@ def _only_best_groups(choice: Tensor, rule: GateRule) -> Tensor:
         rank = grouped.topk(2, dim=-1).values.sum(dim=-1)
     else:
         rank = grouped.amax(dim=-1)
-    best = rank.topk(rule.top_groups, dim=-1).indices
+    best = _largest(rank, rule.top_groups)
     dropped = torch.ones_like(rank, dtype=torch.bool).scatter(-1, best, False)
     return grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Places [n, count] of the largest of values [n, m], of equals the first.
+
+    torch.topk does not say which of equals it takes, and takes others on a CPU than on a device.
+    """
+    return values.detach().sort(dim=-1, descending=True, stable=True).indices[:, :count]

@@ -21,6 +21,7 @@ def mla_decode(
     scale: float,
     *,
     rank: int = 512,
+    first_key: int = 0,
 ) -> Tensor:
     """Attention of the last `rows` tokens of every sequence, in absorbed form.
 
@@ -34,6 +35,7 @@ def mla_decode(
         rows: query rows of each sequence. Row j sees the first length - (rows - 1 - j) tokens.
         scale: what scores are multiplied by.
         rank: values of a latent that are not rotated.
+        first_key: tokens before it are not read, whatever stands there.
 
     Returns:
         [n * rows, heads, rank] bfloat16; rows that see nothing are zeros.
@@ -47,10 +49,11 @@ def mla_decode(
         wide = wide.double()
         for j in range(rows):
             seen = length - (rows - 1 - j)
-            if seen > 0:
+            if seen > first_key:
                 row = sequence * rows + j
-                scores = query[row].double() @ wide[:seen].t() * scale
-                output[row] = (scores.softmax(dim=-1) @ wide[:seen, :rank]).to(output.dtype)
+                keys = wide[first_key:seen]
+                scores = query[row].double() @ keys.t() * scale
+                output[row] = (scores.softmax(dim=-1) @ keys[:, :rank]).to(output.dtype)
     return output
 
 

@@ -56,13 +56,15 @@ def new_scales(*shape: int, device: torch.device | str = "cpu") -> Tensor:
 def quantise_rows(x: Tensor) -> Rows:
     """x [..., m, k] in any floating dtype to `Rows`; the last group of a row may be partial.
 
-    A scale is the group's largest magnitude over 448.
+    A scale is the group's largest magnitude over 448, rounded as IEEE 754 has it on every device.
+    (Divided by a number of the host's, torch would multiply with its inverse on a GPU.)
     """
     *batch, rows, k = x.shape
+    largest = torch.full((), FP8_MAX, device=x.device)
     groups = -(-k // BLOCK)
     wide = torch.nn.functional.pad(x.float(), (0, groups * BLOCK - k))
     wide = wide.view(*batch, rows, groups, BLOCK)
-    scales = wide.abs().amax(dim=-1).clamp_min(SMALLEST_AMAX) / FP8_MAX
+    scales = wide.abs().amax(dim=-1).clamp_min(SMALLEST_AMAX) / largest
     values = (wide / scales.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
     stored = new_scales(*batch, rows, groups, device=x.device)
     stored.copy_(scales)

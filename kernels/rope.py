@@ -112,7 +112,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
     """
     values = x.float()
     if interleave:
-        partner = values.reshape(*values.shape[:-1], -1, 2).flip(-1).flatten(-2)
+        half = values.shape[-1] // 2
+        partner = values.reshape(*values.shape[:-1], half, 2).flip(-1).flatten(-2)
     else:
         partner = values.roll(values.shape[-1] // 2, dims=-1)
     return (values * cos + partner * sin).to(x.dtype)

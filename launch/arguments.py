@@ -122,11 +122,21 @@ examples:
   pdmesh explain 4f1c0d --all --json          every worker, for programs
 """
 
+_DOCTOR = """\
+Exit status 0 if a mesh can run here, 2 if something is missing.
+
+examples:
+  pdmesh doctor                               this machine, the shipped model
+  pdmesh doctor --device cuda --model DIR     which kernels a model would use on a GPU, and why
+  pdmesh doctor --redis redis://10.0.0.5      whether a store can be used
+"""
+
 _DRAFTS = "MTP drafts a step and sequence: 0 to 4, or auto: as many as pay off (default: 1)"
 
 
 _TRANSPORTS = "ways that pages may go, best first: shm, tcp, nixl (default: shm,tcp)"
 _EP = "{} workers that share the routed experts; 1: each has them all (default: 1)"
+_TP = "of them, {} workers that share a batch's attention heads (default: 1)"
 _VIRTUAL = "ranks in the process of each {} worker, to try a large group (default: 1)"
 _DRAIN = "seconds that a worker told to end may take to finish what it has (default: 30)"
 
@@ -168,6 +178,7 @@ def parser() -> argparse.ArgumentParser:
     add_registry_arguments(registry)
     add_verify_arguments(command("verify", VERIFY_TEXT, VERIFY_EPILOG))
     _add_simulate(command("simulate", "run the mesh on virtual time, with faults", _SIMULATE))
+    _add_doctor(command("doctor", "what is here, and what computes each operation", _DOCTOR))
     command("version", "show the version")
     return top
 
@@ -185,6 +196,8 @@ def _add_up(up: argparse.ArgumentParser) -> None:
     up.add_argument("--decode", type=int, metavar="N", help="decode workers (default: 2)")
     up.add_argument("--prefill-ep", type=int, metavar="N", help=_EP.format("prefill"))
     up.add_argument("--decode-ep", type=int, metavar="N", help=_EP.format("decode"))
+    up.add_argument("--prefill-tp", type=int, metavar="N", help=_TP.format("prefill"))
+    up.add_argument("--decode-tp", type=int, metavar="N", help=_TP.format("decode"))
     for role in ("prefill", "decode"):
         flag = f"--{role}-virtual-ranks"
         up.add_argument(flag, type=int, metavar="N", help=_VIRTUAL.format(role))
@@ -205,6 +218,17 @@ def _add_mode(parser: argparse.ArgumentParser) -> None:
         metavar="MODE",
         help="fast: prompts in MHA form (default); exact: prompts and answers in one form, slower, "
         "and a retry or a cached answer never changes a token",
+    )
+    parser.add_argument("--device", help="where workers compute: cpu (default), cuda or cuda:N")
+    parser.add_argument(
+        "--precision", metavar="P", help="of products: plain, fp8 or auto: fp8 on CUDA (default)"
+    )
+    parser.add_argument("--latents", metavar="P", help="in the pages: plain (default) or fp8")
+    parser.add_argument(
+        "--step-timeout",
+        type=float,
+        metavar="S",
+        help="a worker whose step takes longer leaves (default: 60 on CUDA, 600 on a CPU)",
     )
     parser.add_argument(
         "--page-size", type=int, metavar="N", help="tokens a page: 16, 32 ... 512 (default: 64)"
@@ -267,14 +291,27 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR")
     serve.add_argument("--ep-ranks", metavar="LIST", help="workers: HOST:PORT of each rank")
     serve.add_argument("--ep-rank", type=int, metavar="N", help="workers: which of them it is")
+    serve.add_argument("--tp", type=int, metavar="N", help=_TP.format("consecutive"))
     serve.add_argument(
         "--redundant-experts", type=int, metavar="N", help="workers: copies of experts besides"
     )
     serve.add_argument(
         "--no-rebalance", action="store_true", help="workers: shared experts stay where they are"
     )
+    serve.add_argument(
+        "--microbatch-rows", type=int, metavar="N", help="workers: two microbatches from N rows on"
+    )
     serve.add_argument("--virtual-ranks", type=int, metavar="N", help=_VIRTUAL.format("such"))
-    serve.add_argument("--pages", type=int, help="workers: pages of KV memory")
+    serve.add_argument(
+        "--pages", type=_drafts, metavar="N", help="workers: pages of KV memory, or auto"
+    )
+    serve.add_argument(
+        "--memory-share",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="workers: part of a device's memory (default: 1)",
+    )
     serve.add_argument("--threads", type=int, help="workers: threads (default: all cores)")
     serve.add_argument("--eviction", metavar="NAME", help="workers: lru or returns")
     serve.add_argument("--no-replica-hints", action="store_true", help="workers: plain lru")
@@ -314,6 +351,13 @@ def _add_simulate(simulate: argparse.ArgumentParser) -> None:
         "--requests", type=int, default=10, metavar="R", help="requests of a run (default: 10)"
     )
     simulate.add_argument("--trace", action="store_true", help="print every event")
+
+
+def _add_doctor(doctor: argparse.ArgumentParser) -> None:
+    doctor.add_argument("--model", type=Path, metavar="DIR", help="checkpoint (default: shipped)")
+    doctor.add_argument("--device", help="cpu, cuda or cuda:N (default: the best there is)")
+    doctor.add_argument("--latents", metavar="P", help="in the pages: plain (default) or fp8")
+    doctor.add_argument("--redis", metavar="URL", help="look at this store (default: embedded)")
 
 
 def _add_status(status: argparse.ArgumentParser) -> None:

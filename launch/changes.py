@@ -30,8 +30,10 @@ class Changes:
     async def scale(self, request: ScaleRequest) -> AsyncGenerator[Progress, None]:
         """Starts what is missing, then drains and stops what is too much.
 
+        Workers that share their experts come and go by whole groups.
+
         Raises:
-            ConfigError: a target is out of range.
+            ConfigError: a target is out of range, or makes no whole groups.
             Unavailable: another change is under way, or a new worker cannot start; then those
                 that were started with it are stopped again.
         """
@@ -39,7 +41,7 @@ class Changes:
         targets = {cast("WorkerRole", r): n for r, n in asked.items() if n is not None}
         if not targets:
             raise ConfigError("say how many workers of which role, e.g. decode=3")
-        self._crew.check_change(tuple(targets))
+        plan_scale(self._crew.workers(), targets, self._crew.group_sizes)
         what = "scaling to " + " ".join(f"{role}={count}" for role, count in targets.items())
         async for line in self._run(what, lambda: self._scale(targets)):
             yield line
@@ -47,13 +49,15 @@ class Changes:
     async def restart(self, request: RestartRequest) -> AsyncGenerator[Progress, None]:
         """Replaces workers: starts another, waits until it is ready, drains and stops the old one.
 
+        One that shares its experts drains and ends first, since nobody else can have its place; the
+        others of its group serve meanwhile, and the next one ends when it is back.
+
         Raises:
             ConfigError: a worker is not one of this mesh's.
             Unavailable: another change is under way, or a new worker cannot start; the rest of
                 the old ones stay.
         """
         names = plan_restart(self._crew.known(), request.workers)
-        self._crew.check_change([role_of(name) for name in names])
         what = f"replacing {', '.join(names)}"
         async for line in self._run(what, lambda: self._restart(names)):
             yield line
@@ -103,8 +107,12 @@ class Changes:
         self._lines.put_nowait(text)
 
     async def _scale(self, targets: dict[WorkerRole, int]) -> None:
-        plan = plan_scale(self._crew.workers(), targets)
-        new = [self._add(cast("WorkerRole", role_of(name))) for name in plan.start]
+        sizes = self._crew.group_sizes
+        plan = plan_scale(self._crew.workers(), targets, sizes)
+        new = []
+        for name in plan.start:
+            role = cast("WorkerRole", role_of(name))
+            new.append(self._add(role, name if role in sizes else ""))
         try:
             for child in new:
                 await self._ready(child)
@@ -121,14 +129,32 @@ class Changes:
             old = self._crew.known().get(name)
             if old is None:
                 continue
-            new = self._add(cast("WorkerRole", role_of(name)))
+            role = cast("WorkerRole", role_of(name))
+            if role in self._crew.group_sizes:
+                await self._renew(role, old)
+                continue
+            new = self._add(role)
             await self._ready(new)
             await self._retire(old)
             self._tell(f"{name} is replaced by {new.spec.name}")
         self._tell(self._summary())
 
-    def _add(self, role: WorkerRole) -> Child:
-        child = self._crew.add(role)
+    async def _renew(self, role: WorkerRole, old: Child) -> None:
+        """Another process in the place of one that shares its experts."""
+        others = [
+            child
+            for child in self._crew.workers().values()
+            if child.spec.role == role and not child.spec.follows and child is not old
+        ]
+        if not others and not old.spec.follows:
+            self._tell(f"no other {role} worker: new requests fail until {old.spec.name} is back")
+        await self._retire(old)
+        new = self._add(role, old.spec.name, old.replaced)
+        await self._crew.until_ready(new, keep=True)
+        self._tell(f"{new.spec.name} is renewed, and back in its group, at {new.address}")
+
+    def _add(self, role: WorkerRole, name: str = "", after: str = "") -> Child:
+        child = self._crew.add(role, name, after)
         self._tell(f"{child.spec.name} starting")
         return child
 

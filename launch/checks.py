@@ -4,11 +4,12 @@ checkpoint."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from pdmesh.launch.ports import refusal
-from pdmesh.launch.topology import Topology
+from pdmesh.launch.topology import DecodeSection, PrefillSection, Topology
 from pdmesh.wire.errors import ConfigError
 
 _ANYWHERE = ("0.0.0.0", "::", "[::]")
@@ -53,6 +54,7 @@ def check_together(topology: Topology) -> None:
         ConfigError: one sentence with the fix.
     """
     config = _config(topology.model_path)
+    _check_device(topology)
     _check_drafts(topology, config)
     _check_page(topology, config)
     _check_eviction(topology)
@@ -61,6 +63,33 @@ def check_together(topology: Topology) -> None:
     if port and router == port:
         with topology.blamed("router", "metrics_port"):
             raise ConfigError(f"port {port} is the public one; give the metrics another")
+
+
+def _check_device(topology: Topology) -> None:
+    model = topology.model
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", model.device):
+        with topology.blamed("model", "device"):
+            raise ConfigError(f"there is no device {model.device!r}; say cpu, cuda or cuda:N")
+    fp8 = model.precision == "fp8" or (model.precision == "auto" and model.device != "cpu")
+    if model.latents == "fp8" and not fp8:
+        with topology.blamed("model", "latents"):
+            raise ConfigError("FP8 latents go with FP8 precision; add --precision fp8")
+    if not fp8:
+        return
+    if model.arithmetic == "exact":
+        with topology.blamed("model", "arithmetic"):
+            raise ConfigError(
+                "exact arithmetic gives a row the same bits in any batch, which FP8 products do "
+                "not; use fast arithmetic, or --precision plain"
+            )
+    for role, section in (("prefill", topology.prefill), ("decode", topology.decode)):
+        for key in ("ep", "virtual_ranks"):
+            if getattr(section, key) > 1:
+                with topology.blamed(role, key):
+                    raise ConfigError(
+                        "ranks that share experts compute in plain precision, not in fp8; add "
+                        "--precision plain"
+                    )
 
 
 def _check_drafts(topology: Topology, config: Mapping[str, object]) -> None:
@@ -114,12 +143,35 @@ def _check_experts(topology: Topology, config: Mapping[str, object]) -> None:
                     "ranks in one process are all of their group, and ep asks for a group of "
                     f"{section.ep} processes; ask for one of the two"
                 )
+        _check_heads(section, role, topology, config)
         asked = (("ep", section.ep, "workers"), ("virtual_ranks", section.virtual_ranks, "ranks"))
         for key, count, what in asked:
             if count == 1 or not config:
                 continue
             with topology.blamed(role, key):
                 _check_shares(topology, experts, copies, count, key, what)
+
+
+def _check_heads(
+    section: PrefillSection | DecodeSection,
+    role: str,
+    topology: Topology,
+    config: Mapping[str, object],
+) -> None:
+    heads = config.get("num_attention_heads")
+    with topology.blamed(role, "tp"):
+        if section.ep % section.tp:
+            fitting = [n for n in range(1, section.ep + 1) if section.ep % n == 0]
+            raise ConfigError(
+                f"{section.ep} workers that share experts make no groups of {section.tp} that "
+                "share attention heads: EP = DP x TP; ask for "
+                f"tp = {', '.join(map(str, fitting))}"
+            )
+        if isinstance(heads, int) and heads % section.tp:
+            raise ConfigError(
+                f"{section.tp} workers cannot share {heads} attention heads evenly; ask for a "
+                f"number that divides {heads}"
+            )
 
 
 def _check_shares(

@@ -52,6 +52,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from pdmesh.simulation.command import run as simulate
 
         return simulate(arguments)
+    if arguments.command == "doctor":
+        from pdmesh.launch.doctor import doctor
+
+        return doctor(arguments)
     print(_version())
     return 0
 

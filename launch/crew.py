@@ -16,10 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdmesh.launch.ports import claim_ports
 from pdmesh.launch.processes import Child, WorkerRole, router_name, router_spec, worker_spec
-from pdmesh.launch.ranks import rank_places, refuse_change
+from pdmesh.launch.ranks import group_sizes, more_places, rank_places
 from pdmesh.launch.restart import Death, restart_delay
 from pdmesh.launch.runtime import RunDir
-from pdmesh.launch.scaling import next_name
+from pdmesh.launch.scaling import index_of, next_name
 from pdmesh.launch.topology import Topology
 from pdmesh.registry.roster import Member
 from pdmesh.registry.store import read_members
@@ -118,9 +118,10 @@ class Crew:
         """Process ids by name."""
         return {c.spec.name: c.process.pid for c in self.children if c.process is not None}
 
-    def check_change(self, roles: Sequence[str]) -> None:
-        """Raises ConfigError where the workers of a role belong together and cannot change."""
-        refuse_change(self._plan.topology, roles)
+    @property
+    def group_sizes(self) -> dict[str, int]:
+        """Workers that share their experts, for the roles whose workers do."""
+        return group_sizes(self._plan.topology)
 
     @property
     def settled(self) -> bool:
@@ -136,25 +137,31 @@ class Crew:
             child.start(self.redis_url, now)
             say(f"  {child.spec.name:<12} starting")
 
-    def add(self, role: WorkerRole) -> Child:
-        """Starts one more worker, under the lowest free index."""
-        name = next_name([c.spec.name for c in self.children if not c.given_up], role)
+    def add(self, role: WorkerRole, name: str = "", after: str = "") -> Child:
+        """Starts one more worker, under the lowest free index if no name is given.
+
+        ``after`` is the instance that had the name before.
+        """
+        name = name or next_name([c.spec.name for c in self.children if not c.given_up], role)
         self.children = [c for c in self.children if c.spec.name != name]
         self._claim_metrics(role, name)
+        self._claim_place(role, name)
         child = self._enlist(role, name)
-        child.late = True
+        child.late, child.replaced = True, after
         child.start(self.redis_url, time.monotonic())
         return child
 
-    async def until_ready(self, child: Child) -> None:
+    async def until_ready(self, child: Child, keep: bool = False) -> None:
         """Waits until a worker that was added is ready.
 
         Raises:
-            Unavailable: it cannot start; it is forgotten.
+            Unavailable: it cannot start; it is forgotten, unless it is to be kept as one that was
+                given up.
         """
         while not child.ready:
             if child.given_up:
-                self.forget(child)
+                if not keep:
+                    self.forget(child)
                 raise Unavailable(
                     f"{child.spec.name} cannot start; it said last: {child.last_words()}"
                     f" ({child.log})"
@@ -191,6 +198,14 @@ class Crew:
         with contextlib.suppress(ConfigError):  # without metrics rather than not at all
             claim = claim_ports(topology.mesh.host, first, 1, taken)
             self._ports[name] = self._claims.enter_context(claim)[0]
+
+    def _claim_place(self, role: WorkerRole, name: str) -> None:
+        """A place among ranks for a worker of a group that there was not before."""
+        if role not in self.group_sizes or name in self._places:
+            return
+        taken = {address for place in self._places.values() for address in place.addresses}
+        more = more_places(self._plan.topology, role, index_of(name), taken)
+        self._places |= self._claims.enter_context(more)
 
     async def stop(self) -> None:
         """Ends all processes, the router first: asks, and after 10 s no longer asks."""
@@ -260,7 +275,11 @@ class Crew:
     def _give_up(self, child: Child, how: str, words: str) -> None:
         child.given_up = True
         reason = f"{child.spec.name} ended {len(child.deaths)} times ({how}); it said last: {words}"
-        peers = [c for c in self.children if c.spec.role == child.spec.role and not c.given_up]
+        peers = [
+            c
+            for c in self.children
+            if c.spec.role == child.spec.role and not (c.given_up or c.spec.follows)
+        ]
         if not peers:
             raise Unavailable(f"{reason}; its log is {child.log}")
         say(f"  {child.spec.name:<12} given up: {reason}")
@@ -276,6 +295,10 @@ class Crew:
             if child.spec.role == "router":
                 if await _serving(child.address):
                     self._on_ready(child, child.address)
+                continue
+            if child.spec.follows:
+                if child.following:
+                    self._on_ready(child, self._places[child.spec.name].own)
                 continue
             member = members.get(child.spec.name)
             if member and member.state == "ready" and member.record.instance != child.replaced:

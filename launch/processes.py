@@ -14,13 +14,21 @@ from typing import Literal
 
 from pdmesh.launch.ranks import RankPlace
 from pdmesh.launch.restart import Death
-from pdmesh.launch.topology import AUTO_DRAFTS, DecodeSection, PrefillSection, Topology, cores
+from pdmesh.launch.topology import (
+    AUTO_DRAFTS,
+    AUTO_PAGES,
+    DecodeSection,
+    PrefillSection,
+    Topology,
+    cores,
+)
 
 PARENT_VARIABLE = "PDMESH_PARENT"
 REDIS_VARIABLE = "PDMESH_REDIS"
 WorkerRole = Literal["prefill", "decode"]
 Role = Literal["router", "prefill", "decode"]
 _DRAINING = re.compile(r'event=draining .*left="([^"]+)"')
+_FOLLOWING = "event=following"
 _TENSORS = re.compile(r"^loading .*tensors=(\d+/\d+)")
 
 
@@ -32,6 +40,8 @@ class Spec:
     role: Role
     arguments: tuple[str, ...]
     threads: int
+    follows: bool = False
+    """Only computes with another worker: it has no request, and no place in the registry."""
 
 
 def threads_per_worker(topology: Topology, asked: int) -> int:
@@ -81,7 +91,7 @@ def worker_spec(
     section = topology.prefill if role == "prefill" else topology.decode
     threads = threads_per_worker(topology, section.threads)
     own = _prefill_arguments(topology) if role == "prefill" else _decode_arguments(topology)
-    sizes = ("--pages", str(section.pages), "--threads", str(threads))
+    sizes = ("--pages", *_pages(topology, role, section.pages), "--threads", str(threads))
     moving = ("--transports", ",".join(topology.mesh.transports))
     ending = ("--drain-s", str(topology.mesh.drain_s), "--metrics-port", str(metrics_port))
     hints = () if topology.kvcache.replica_hints else ("--no-replica-hints",)
@@ -91,12 +101,24 @@ def worker_spec(
     if section.virtual_ranks > 1:
         ranks = (*ranks, "--virtual-ranks", str(section.virtual_ranks))
     arguments = ("--id", name, *sizes, *own, *ranks, *caching, *moving, *ending, *shared)
-    return Spec(name, role, arguments, threads)
+    follows = place is not None and place.rank % section.tp != 0
+    return Spec(name, role, arguments, threads, follows)
+
+
+def _pages(topology: Topology, role: WorkerRole, pages: int) -> tuple[str, ...]:
+    """Pages, and on a device an even share of its memory among all workers of the mesh."""
+    if topology.model.device == "cpu":
+        return ("auto" if pages == AUTO_PAGES else str(pages),)
+    told = (role, "pages") in topology.origins and pages != AUTO_PAGES
+    workers = topology.prefill.workers + topology.decode.workers
+    return (str(pages) if told else "auto", "--memory-share", f"{1 / workers:.4f}")
 
 
 def _expert_arguments(section: PrefillSection | DecodeSection) -> tuple[str, ...]:
     still = () if section.rebalance else ("--no-rebalance",)
-    return ("--redundant-experts", str(section.redundant_experts), *still)
+    heads = ("--tp", str(section.tp)) if section.tp > 1 else ()
+    overlap = ("--microbatch-rows", str(section.microbatch_rows))
+    return ("--redundant-experts", str(section.redundant_experts), *heads, *overlap, *still)
 
 
 def _prefill_arguments(topology: Topology) -> tuple[str, ...]:
@@ -127,6 +149,9 @@ def _shared_arguments(topology: Topology, secret: Path) -> tuple[str, ...]:
         *("--model-name", topology.model_name, "--dtype", topology.model.dtype, *mtp),
         *("--arithmetic", topology.model.arithmetic),
         *("--page-size", str(topology.model.page_size)),
+        *("--device", topology.model.device, "--precision", topology.model.precision),
+        *("--latents", topology.model.latents),
+        *("--step-timeout", str(topology.mesh.step_timeout_s)),
         *("--lease-ttl", str(topology.mesh.lease_ttl_s), "--log-level", topology.mesh.log_level),
     )
 
@@ -215,6 +240,13 @@ class Child:
                 if found := _DRAINING.search(line):
                     return found[1]
         return ""
+
+    @property
+    def following(self) -> bool:
+        """Whether a process that only computes with another has said that it does."""
+        with contextlib.suppress(OSError):
+            return any(_FOLLOWING in line for line in self._last_lines())
+        return False
 
     def _last_lines(self) -> list[str]:
         with self.log.open("rb") as file:

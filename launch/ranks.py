@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from pdmesh.launch.ports import claim_ports
@@ -20,6 +20,11 @@ class RankPlace:
 
     rank: int
     addresses: tuple[str, ...]
+
+    @property
+    def own(self) -> str:
+        """Where this rank listens."""
+        return self.addresses[self.rank]
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -68,11 +73,37 @@ def rank_places(topology: Topology) -> Iterator[dict[str, RankPlace]]:
             ports = claimed.enter_context(claim)
             taken.update(ports)
             for first in range(0, section.workers, section.ep):
-                group = ports[first : first + section.ep]
-                addresses = tuple(f"{host}:{port}" for port in group)
-                for rank in range(section.ep):
-                    found[f"{role}-{first + rank}"] = RankPlace(rank, addresses)
+                found |= _group(role, first, host, ports[first : first + section.ep])
         yield found
+
+
+@contextlib.contextmanager
+def more_places(
+    topology: Topology, role: str, index: int, taken: Collection[str]
+) -> Iterator[dict[str, RankPlace]]:
+    """Of the workers of one more group, the one that worker `index` of a role is in.
+
+    Args:
+        taken: "host:port" of the ranks that there are.
+
+    Raises:
+        ConfigError: there are not so many ports.
+    """
+    size, host = group_sizes(topology)[role], topology.mesh.host
+    used = {int(address.rpartition(":")[2]) for address in taken}
+    with claim_ports(host, FIRST_PORT, size, used) as ports:
+        yield _group(role, index // size * size, host, ports)
+
+
+def _group(role: str, first: int, host: str, ports: Sequence[int]) -> dict[str, RankPlace]:
+    addresses = tuple(f"{host}:{port}" for port in ports)
+    return {f"{role}-{first + rank}": RankPlace(rank, addresses) for rank in range(len(ports))}
+
+
+def group_sizes(topology: Topology) -> dict[str, int]:
+    """Workers that share the experts, for the roles whose workers do."""
+    found = {"prefill": topology.prefill.ep, "decode": topology.decode.ep}
+    return {role: size for role, size in found.items() if size > 1}
 
 
 def parse_addresses(text: str) -> tuple[str, ...]:
@@ -87,6 +118,22 @@ def parse_addresses(text: str) -> tuple[str, ...]:
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"--ep-ranks names {part!r}; it must be HOST:PORT,HOST:PORT,...")
     return parts
+
+
+def check_hosts(addresses: Sequence[str], tp: int) -> None:
+    """The ranks of a TP group, `tp` consecutive ones, are on one host.
+
+    Raises:
+        ConfigError: those of one are not.
+    """
+    for first in range(0, len(addresses), tp):
+        hosts = [address.rpartition(":")[0] for address in addresses[first : first + tp]]
+        if len(set(hosts)) > 1:
+            raise ConfigError(
+                f"ranks {first} to {first + len(hosts) - 1} are to share attention heads and are "
+                f"on several hosts: {', '.join(dict.fromkeys(hosts))}; ranks that --tp groups must "
+                "be on one host"
+            )
 
 
 def check_rank(rank: int | None, addresses: Sequence[str]) -> int:
@@ -105,18 +152,3 @@ def check_rank(rank: int | None, addresses: Sequence[str]) -> int:
             f"0 to {len(addresses) - 1}"
         )
     return rank
-
-
-def refuse_change(topology: Topology, roles: Sequence[str]) -> None:
-    """Groups stay as they are.
-
-    Raises:
-        ConfigError: a pool that would change shares its experts.
-    """
-    for role in roles:
-        section = topology.prefill if role == "prefill" else topology.decode
-        if section.ep > 1:
-            raise ConfigError(
-                f"the {role} workers share their experts in groups of {section.ep} and stay as "
-                "they are; start the mesh again with other numbers"
-            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdmesh.launch.processes import WorkerRole
@@ -20,17 +20,22 @@ class Change:
     stop: tuple[str, ...] = ()
 
 
-def plan_scale(running: Collection[str], targets: dict[WorkerRole, int]) -> Change:
+def plan_scale(
+    running: Collection[str], targets: dict[WorkerRole, int], sizes: Mapping[str, int] | None = None
+) -> Change:
     """What makes as many workers of each role run as its target says.
 
-    New ones take the lowest indices that are free; those with the highest are stopped.
+    New ones take the lowest indices that are free; those with the highest are stopped. Workers that
+    share their experts come and go by whole groups: group g has the indices from g times its size
+    on, and one that lacks some of its workers is one.
 
     Args:
         running: names of the workers, ``<role>-<index>``.
         targets: a role that is missing stays as it is.
+        sizes: workers a group, for roles that have groups.
 
     Raises:
-        ConfigError: a target is out of range.
+        ConfigError: a target is out of range, or makes no whole groups.
     """
     start: list[str] = []
     stop: list[str] = []
@@ -39,12 +44,35 @@ def plan_scale(running: Collection[str], targets: dict[WorkerRole, int]) -> Chan
             continue
         check_target(role, targets[role])
         names = ordered(name for name in running if role_of(name) == role)
+        size = (sizes or {}).get(role, 1)
+        if size > 1:
+            change = _scale_groups(role, names, targets[role], size)
+            start += change.start
+            stop += change.stop
+            continue
         used = set(names)
         for _ in range(targets[role] - len(names)):
             start.append(next_name(used, role))
             used.add(start[-1])
         stop += reversed(names[targets[role] :])
     return Change(tuple(start), tuple(stop))
+
+
+def _scale_groups(role: WorkerRole, names: Sequence[str], target: int, size: int) -> Change:
+    if target % size:
+        raise ConfigError(
+            f"{role}={target}: {target} workers make no groups of {size} that share the experts; "
+            f"ask for a multiple of {size}"
+        )
+    there = sorted({index_of(name) // size for name in names})
+    wanted = target // size
+    free = (number for number in range(MOST) if number not in there)
+    new = [next(free) for _ in range(wanted - len(there))]
+    gone = set(there[wanted:])
+    return Change(
+        tuple(f"{role}-{size * group + rank}" for group in new for rank in range(size)),
+        tuple(name for name in reversed(names) if index_of(name) // size in gone),
+    )
 
 
 def plan_restart(known: Collection[str], asked: Sequence[str]) -> list[str]:
@@ -86,11 +114,17 @@ def role_of(name: str) -> str:
     return name.rpartition("-")[0]
 
 
+def index_of(name: str) -> int:
+    """The index in a worker's name; -1 if it has none."""
+    index = name.rpartition("-")[2]
+    return int(index) if index.isdigit() else -1
+
+
 def ordered(names: Iterable[str]) -> list[str]:
     """Prefill workers first, then by index."""
     return sorted(names, key=_place)
 
 
 def _place(name: str) -> tuple[bool, str, int, str]:
-    role, _, index = name.rpartition("-")
-    return role != "prefill", role, int(index) if index.isdigit() else -1, name
+    role = role_of(name)
+    return role != "prefill", role, index_of(name), name

@@ -16,7 +16,7 @@ from typing import Any
 from pdmesh.launch.checks import check_host, check_model, check_together
 from pdmesh.launch.join import check_joined, joined
 from pdmesh.launch.processes import REDIS_VARIABLE
-from pdmesh.launch.ranks import check_rank, parse_addresses
+from pdmesh.launch.ranks import check_hosts, check_rank, parse_addresses
 from pdmesh.launch.topology import Topology, cores, load_topology
 from pdmesh.registry.address import check_url
 from pdmesh.wire.errors import ConfigError
@@ -72,6 +72,10 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("model", "--no-mtp", mtp=False if a.no_mtp else None)
     topology = topology.changed("model", "--arithmetic", arithmetic=a.arithmetic)
     topology = topology.changed("model", "--page-size", page_size=a.page_size)
+    topology = topology.changed("model", "--device", device=a.device)
+    topology = topology.changed("model", "--precision", precision=a.precision)
+    topology = topology.changed("model", "--latents", latents=a.latents)
+    topology = topology.changed("mesh", "--step-timeout", step_timeout_s=a.step_timeout)
     topology = topology.changed(a.role, "--metrics-port", metrics_port=a.metrics_port)
     if a.role == "router":
         topology = topology.changed("mesh", "--port", port=a.port)
@@ -97,11 +101,14 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
         topology = topology.changed("decode", "--max-waiting", max_waiting=a.max_waiting)
     if a.role != "router":
         topology = topology.changed(a.role, "--ep-ranks", ep=_group_size(a))
+        topology = topology.changed(a.role, "--tp", tp=a.tp)
         topology = topology.changed(
             a.role, "--redundant-experts", redundant_experts=a.redundant_experts
         )
         still = False if a.no_rebalance else None
         topology = topology.changed(a.role, "--no-rebalance", rebalance=still)
+        rows = a.microbatch_rows
+        topology = topology.changed(a.role, "--microbatch-rows", microbatch_rows=rows)
         virtual = a.virtual_ranks
         topology = topology.changed(a.role, "--virtual-ranks", virtual_ranks=virtual)
     if topology.mesh.secret_file is None:
@@ -113,6 +120,7 @@ def _group_size(arguments: argparse.Namespace) -> int | None:
     """Ranks that are named; None if there are none."""
     ranks = parse_addresses(arguments.ep_ranks or "")
     check_rank(arguments.ep_rank, ranks)
+    check_hosts(ranks, arguments.tp or 1)
     return len(ranks) or None
 
 
@@ -147,9 +155,26 @@ def _shared(topology: Topology) -> dict[str, Any]:
         "page_size": model.page_size,
         "mtp": model.mtp,
         "lease_ttl_s": mesh.lease_ttl_s,
+        "step_timeout_s": mesh.step_timeout_s,
+        "device": _only_visible(model.device),
+        "precision": model.precision,
+        "latents": model.latents,
         "eviction": topology.kvcache.eviction,
         "replica_hints": topology.kvcache.replica_hints,
     }
+
+
+def _only_visible(device: str) -> str:
+    """The device under the name that it has once it is the only one that this process sees: every
+    thread then computes there. Call it before anything looks for devices."""
+    kind, _, index = device.partition(":")
+    if index:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else None
+        if names is not None and int(index) >= len(names):
+            raise ConfigError(f"there is no {device}: CUDA_VISIBLE_DEVICES names {visible}")
+        os.environ["CUDA_VISIBLE_DEVICES"] = index if names is None else names[int(index)]
+    return kind
 
 
 def _ranks(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -172,14 +197,17 @@ def _prefill(
         PrefillConfig(
             worker_id=name,
             pages=section.pages,
+            memory_share=arguments.memory_share,
             threads=section.threads or cores(),
             chunk_tokens=section.chunk_tokens,
             max_queue=section.max_queue,
             drain_s=topology.mesh.drain_s,
             transports=topology.mesh.transports,
             metrics_port=section.metrics_port,
+            tp=section.tp,
             redundant_experts=section.redundant_experts,
             rebalance=section.rebalance,
+            microbatch_rows=section.microbatch_rows,
             virtual_ranks=section.virtual_ranks,
             **_ranks(arguments),
             **_shared(topology),
@@ -198,6 +226,7 @@ def _decode(
         DecodeConfig(
             worker_id=name,
             pages=section.pages,
+            memory_share=arguments.memory_share,
             threads=section.threads or cores(),
             max_batch=section.max_batch,
             draft_tokens=topology.draft_tokens,
@@ -207,8 +236,10 @@ def _decode(
             drain_s=topology.mesh.drain_s,
             transports=topology.mesh.transports,
             metrics_port=section.metrics_port,
+            tp=section.tp,
             redundant_experts=section.redundant_experts,
             rebalance=section.rebalance,
+            microbatch_rows=section.microbatch_rows,
             virtual_ranks=section.virtual_ranks,
             **_ranks(arguments),
             **_shared(topology),

@@ -122,7 +122,9 @@ def _place(ranks: RankStatus | None) -> str:
     if ranks is None:
         return "-"
     others = ", ".join(str(rank) for rank in ranks.members if rank != ranks.rank)
-    return f"{ranks.rank} of {ranks.size}, " + (f"with {others}" if others else "alone")
+    followed = ", ".join(str(rank) for rank in ranks.heads if rank != ranks.rank)
+    heads = f"; heads with {followed}" if followed else ""
+    return f"{ranks.rank} of {ranks.size}, " + (f"with {others}{heads}" if others else "alone")
 
 
 def _missing(ranks: RankStatus | None) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ T = TypeVar("T")
 SECTIONS = ("mesh", "model", "prefill", "decode", "router", "kvcache")
 EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
 PAGE_SIZES = (16, 32, 64, 128, 256, 512)
+AUTO_PAGES = 0
+"""``pages = "auto"``: what the device has room for."""
 AUTO_DRAFTS = -1
 """``draft_tokens = "auto"``: as many as pay off, by what was accepted lately."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -63,6 +65,9 @@ class MeshSection:
     drain_s: float = _number(
         30.0, 0, 86_400, "seconds that a worker told to end may take to finish"
     )
+    step_timeout_s: float = _number(
+        0.0, 0, 86_400, "seconds that a step may take; 0: 60 on a CUDA device, 600 on a CPU"
+    )
     transports: tuple[str, ...] = _plain(
         DEFAULT_TRANSPORTS, "ways that pages may go, best first: " + ", ".join(TRANSPORTS)
     )
@@ -83,6 +88,11 @@ class ModelSection:
     )
     page_size: int = _choice(PAGE_SIZE, PAGE_SIZES, "tokens a page")
     mtp: bool = _plain(True, "draft tokens with the MTP module")
+    device: str = _plain("cpu", "where workers compute: cpu, cuda or cuda:N")
+    precision: str = _choice(
+        "auto", ("auto", "plain", "fp8"), "of products; auto: fp8 on a CUDA device"
+    )
+    latents: str = _choice("plain", ("plain", "fp8"), "how pages keep latents")
 
 
 @dataclass(frozen=True)
@@ -90,13 +100,17 @@ class PrefillSection:
     """``[prefill]``: the workers that compute prompts."""
 
     workers: int = _number(1, 1, 64, "number of processes")
-    pages: int = _number(256, 2, 10_000_000, "pages of KV memory a worker")
+    pages: int = _number(
+        256, 2, 10_000_000, "pages of KV memory a worker; auto: what fits", {"auto": AUTO_PAGES}
+    )
     threads: int = _number(0, 0, 1024, "threads a worker; 0: the cores, shared evenly")
     chunk_tokens: int = _number(512, 1, 1_000_000, "most tokens in one step, but at least a page")
     max_queue: int = _number(1024, 1, 1_000_000, "prompts that may wait")
     ep: int = _number(1, 1, 64, "workers that share the routed experts; 1: each has them all")
+    tp: int = _number(1, 1, 64, "of them, workers that share a batch's attention heads")
     redundant_experts: int = _number(0, 0, 4096, "copies of experts besides, among those workers")
     rebalance: bool = _plain(True, "place shared experts anew as the load changes")
+    microbatch_rows: int = _number(64, 1, 1_000_000, "rows from which on ranks overlap two halves")
     virtual_ranks: int = _number(1, 1, 1024, "ranks that share a worker's process; 1: it is one")
     metrics_port: int = _number(0, 0, 65535, "Prometheus endpoint of the first worker; 0: none")
 
@@ -106,7 +120,9 @@ class DecodeSection:
     """``[decode]``: the workers that generate."""
 
     workers: int = _number(2, 1, 64, "number of processes")
-    pages: int = _number(256, 2, 10_000_000, "pages of KV memory a worker")
+    pages: int = _number(
+        256, 2, 10_000_000, "pages of KV memory a worker; auto: what fits", {"auto": AUTO_PAGES}
+    )
     threads: int = _number(0, 0, 1024, "threads a worker; 0: the cores, shared evenly")
     max_batch: int = _number(32, 1, 4096, "most sequences in one step")
     draft_tokens: int = _number(
@@ -118,8 +134,10 @@ class DecodeSection:
     park_mb: int = _number(1024, 0, 10_000_000, "host memory for pages of preempted sequences, MiB")
     max_waiting: int = _number(1024, 0, 1_000_000, "reservations that may wait for pages")
     ep: int = _number(1, 1, 64, "workers that share the routed experts; 1: each has them all")
+    tp: int = _number(1, 1, 64, "of them, workers that share a batch's attention heads")
     redundant_experts: int = _number(0, 0, 4096, "copies of experts besides, among those workers")
     rebalance: bool = _plain(True, "place shared experts anew as the load changes")
+    microbatch_rows: int = _number(64, 1, 1_000_000, "rows from which on ranks overlap two halves")
     virtual_ranks: int = _number(1, 1, 1024, "ranks that share a worker's process; 1: it is one")
     metrics_port: int = _number(0, 0, 65535, "Prometheus endpoint of the first worker; 0: none")
 

@@ -71,6 +71,7 @@ class Batch:
         num_rows: T, rows that were asked for.
         last_position: the largest position of a row.
         tokens, positions: [T] int64.
+        host_tokens: [T] int64 on the host.
         padded_tokens, padded_positions: [num_padded] int64, followed by rows of token 0 at
             position 0 up to a multiple of four; these are never written to a page.
     """
@@ -81,6 +82,7 @@ class Batch:
     last_position: int
     tokens: Tensor
     positions: Tensor
+    host_tokens: NDArray[np.int64]
     padded_tokens: Tensor
     padded_positions: Tensor
 
@@ -95,6 +97,7 @@ class Batch:
         self.page_size = page_size
         self.num_rows = sum(item.end - item.start for item in slices)
         self.last_position = int(packed[1].max())
+        self.host_tokens = packed[0, : self.num_rows]
         self.padded_tokens, self.padded_positions = torch.from_numpy(packed).to(device)
         self.tokens = self.padded_tokens[: self.num_rows]
         self.positions = self.padded_positions[: self.num_rows]

@@ -122,6 +122,11 @@ def _mlp(prefix: str, mlp: Mlp) -> Iterator[Binding]:
     yield from _linear(f"{prefix}.down_proj", mlp.down_proj)
 
 
+def expert_name(prefix: str, expert: int, part: str) -> str:
+    """Of a routed expert's "gate_proj", "up_proj" or "down_proj" in the layer part `prefix`."""
+    return f"{prefix}.experts.{expert}.{part}.weight"
+
+
 def _moe(prefix: str, moe: Moe) -> Iterator[Binding]:
     yield Binding(f"{prefix}.gate.weight", (moe.gate.weight.detach(),))
     bias = moe.gate.e_score_correction_bias
@@ -134,9 +139,9 @@ def _moe(prefix: str, moe: Moe) -> Iterator[Binding]:
         ("up_proj", lambda e: gate_up[e, half:]),
         ("down_proj", lambda e: down[e]),
     )
-    for expert in range(moe.num_experts):
+    for expert in range(gate_up.shape[0]):  # none where the model was loaded without them
         for name, view in parts:
-            full = f"{prefix}.experts.{expert}.{name}.weight"
+            full = expert_name(prefix, expert, name)
             yield Binding(full, (view(expert),), matrix=True)
     if moe.shared_experts is not None:
         yield from _mlp(f"{prefix}.shared_experts", moe.shared_experts)

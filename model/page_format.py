@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from pdmesh.kernels.quantised import LATENT_BYTES
 from pdmesh.model.config import ModelConfig
-from pdmesh.wire.hashes import Arithmetic, PageFormat
+from pdmesh.wire.hashes import Arithmetic, PageFormat, Precision
 from pdmesh.wire.ids import PAGE_SIZE
 
 
@@ -15,6 +16,8 @@ def page_format(
     mtp: bool,
     page_size: int = PAGE_SIZE,
     arithmetic: Arithmetic = "fast",
+    precision: Precision = "plain",
+    packed: bool = False,
 ) -> PageFormat:
     """What two workers must agree on to exchange pages of this model.
 
@@ -26,6 +29,8 @@ def page_format(
         mtp: whether MTP latents are kept in the pages.
         page_size: tokens a page.
         arithmetic: "fast" or "exact"; see `Arithmetic`.
+        precision: "plain" or "fp8", what matrices are multiplied in.
+        packed: latents are kept in FP8, as `kernels.quantised.pack_latents` packs them.
     """
     mtp_layers = config.num_nextn_predict_layers if mtp else 0
     return PageFormat(
@@ -35,6 +40,8 @@ def page_format(
         page_size=page_size,
         num_layers=config.num_hidden_layers + mtp_layers,
         mtp_layers=mtp_layers,
-        latent_width=config.kv_lora_rank + config.qk_rope_head_dim,
+        latent_width=LATENT_BYTES if packed else config.latent_width,
         arithmetic=arithmetic,
+        precision=precision,
+        packed=packed,
     )

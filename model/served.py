@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.device.memory import MemoryPlan, plan_memory, step_bytes, weight_bytes
+from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.grammar import Grammars
 from pdmesh.model.page_format import page_format
 from pdmesh.model.rows_check import check_rows
 from pdmesh.model.weights import Progress, fingerprint, load_model
-from pdmesh.wire.hashes import Arithmetic, PageFormat
+from pdmesh.wire.errors import ConfigError
+from pdmesh.wire.hashes import Arithmetic, PageFormat, Precision
+
+CPU_PAGES = 256
+"""Pages of a worker on a CPU that was told to choose."""
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Where and in what a model computes.
+
+    Attributes:
+        device: "cpu", "cuda" or "cuda:N".
+        precision: "plain", "fp8", or "auto": FP8 on a CUDA device.
+        latents: "plain", or "fp8": packed, on models with latents of 512 + 64.
+    """
+
+    device: str = "cpu"
+    precision: str = "auto"
+    latents: str = "plain"
+
+    @property
+    def chosen(self) -> Precision:
+        """The precision, "auto" resolved."""
+        if self.precision == "auto":
+            return "fp8" if torch.device(self.device).type == "cuda" else "plain"
+        return "fp8" if self.precision == "fp8" else "plain"
+
+    @property
+    def packed(self) -> bool:
+        """Whether latents are kept in FP8."""
+        return self.latents == "fp8"
 
 
 def load_served_model(
@@ -19,31 +54,113 @@ def load_served_model(
     name: str,
     *,
     dtype: str,
-    device: str,
+    placing: Placing,
     mtp: bool,
     page_size: int,
     arithmetic: Arithmetic,
     progress: Progress,
-) -> tuple[DeepseekV3, PageFormat]:
+    experts: bool = True,
+) -> tuple[DeepseekV3 | DeviceModel, PageFormat]:
     """Loads a checkpoint and warns if rows vary on this processor.
 
     Args:
         path: checkpoint directory.
         name: the name that clients use.
-        dtype: "float32", "bfloat16" or "float16".
-        device: where the model computes.
+        dtype: "float32", "bfloat16" or "float16"; in FP8 the rest is bfloat16.
+        placing: where the model computes, and in what.
         mtp: whether the MTP layer is loaded and its latents are kept.
         page_size: tokens a page.
         arithmetic: "fast" or "exact".
-        progress: as in `load_model`.
+        progress, experts: as in `load_model`.
 
     Raises:
-        ConfigError: the checkpoint cannot be served.
+        ConfigError: the checkpoint cannot be served, or not so.
     """
-    model = load_model(path, getattr(torch, dtype), torch.device(device), mtp, progress)
+    precision = placing.chosen
+    _check(placing, arithmetic, ModelConfig.from_path(path))
+    model: DeepseekV3 | DeviceModel
+    if precision == "fp8":
+        dtype = "bfloat16"
+        latent_bytes = 1 if placing.packed else 2
+        model = DeviceModel.load(path, placing.device, mtp, progress, page_size, latent_bytes)
+    else:
+        model = load_model(
+            path, getattr(torch, dtype), torch.device(placing.device), mtp, progress, experts
+        )
+        check_rows(model)
     weights = fingerprint(path)
-    check_rows(model)
-    return model, page_format(model.config, name, weights, dtype, mtp, page_size, arithmetic)
+    return model, page_format(
+        model.config, name, weights, dtype, mtp, page_size, arithmetic, precision, placing.packed
+    )
+
+
+def store_dtype(fmt: PageFormat) -> torch.dtype:
+    """The dtype of a pool of pages of this format."""
+    if fmt.packed:
+        return torch.uint8
+    dtype: torch.dtype = getattr(torch, fmt.dtype)
+    return dtype
+
+
+def plan_pages(
+    path: Path,
+    placing: Placing,
+    *,
+    mtp: bool,
+    page_size: int,
+    share: float,
+    pages: int,
+    rows: int,
+    sequences: int,
+) -> tuple[int, MemoryPlan | None]:
+    """How many pages a worker gets, before it allocates anything.
+
+    Args:
+        share: part of a device's memory that is this worker's.
+        pages: as many as were asked for; 0: as there is room for.
+        rows: of the largest step.
+        sequences: of the largest batch.
+
+    Returns:
+        The number, and on a CUDA device what it comes from.
+
+    Raises:
+        ConfigError: there is no such device, or not enough memory.
+    """
+    if torch.device(placing.device).type != "cuda":
+        return pages or CPU_PAGES, None
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {placing.device} was asked for, and there is no CUDA device")
+    config = ModelConfig.from_path(path)
+    latent = 656 if placing.packed else 2 * config.latent_width
+    layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
+    context = -(-config.max_position_embeddings // page_size)
+    plan = plan_memory(
+        torch.cuda.get_device_properties(placing.device).total_memory,
+        share,
+        weight_bytes(config, mtp),
+        step_bytes(config, rows, sequences),
+        layers * page_size * latent,
+        pages,
+        2 * sequences * context,
+    )
+    return plan.pages, plan
+
+
+def _check(placing: Placing, arithmetic: Arithmetic, config: ModelConfig) -> None:
+    fp8 = placing.chosen == "fp8"
+    if fp8 and arithmetic == "exact":
+        raise ConfigError(
+            "exact arithmetic gives a row the same bits in any batch, which FP8 products do not; "
+            "use fast arithmetic, or plain precision"
+        )
+    if placing.packed and not fp8:
+        raise ConfigError("FP8 latents go with FP8 precision; use both, or neither")
+    wide = (config.kv_lora_rank, config.qk_rope_head_dim)
+    if placing.packed and wide != (512, 64):
+        raise ConfigError(
+            f"FP8 latents are packed for 512 + 64 values, and this model has {wide[0]} + {wide[1]}"
+        )
 
 
 def served_grammars(path: Path, vocab_size: int) -> Grammars | None:

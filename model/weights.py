@@ -3,22 +3,28 @@
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from pdmesh.kernels.fp8 import BLOCK, dequantise_blocks
+from pdmesh.kernels.fp8 import dequantise_blocks
 from pdmesh.model.bindings import Binding, bindings
-from pdmesh.model.checkpoint import INDEX_FILE, SINGLE_FILE, save_checkpoint
+from pdmesh.model.checkpoint import save_checkpoint
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.expert_source import drop_experts
+from pdmesh.model.weight_files import (
+    FP8,
+    SCALE,
+    Entry,
+    open_checked,
+    weight_files,
+)
 from pdmesh.wire.errors import ConfigError
 
 __all__ = ["fingerprint", "load_model", "save_checkpoint"]
@@ -26,21 +32,8 @@ __all__ = ["fingerprint", "load_model", "save_checkpoint"]
 Progress = Callable[[str, int, int], None]
 """Called with the name of the tensor just read, how many are read, and how many there are."""
 
-_SCALE = "_scale_inv"
-_FLOATS = frozenset({"F32", "F16", "BF16"})
-_FP8 = "F8_E4M3"
-_IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 _HASHED_WHOLE = 256 << 20
 _SAMPLE = 1 << 20
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor's file, dtype as safetensors writes it, and shape."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def load_model(
@@ -49,6 +42,7 @@ def load_model(
     device: torch.device | str = "cpu",
     mtp: bool = True,
     progress: Progress | None = None,
+    experts: bool = True,
 ) -> DeepseekV3:
     """Read the model in the directory `path`.
 
@@ -58,6 +52,8 @@ def load_model(
         device: where the weights go.
         mtp: whether to read the MTP layer, where the config has one.
         progress: called after every tensor.
+        experts: whether to read the routed experts. A model without them is for a rank that reads
+            its own (see `expert_source`); the directory is checked as a whole all the same.
 
     Raises:
         ConfigError: the directory, its config or its files are not what is served; missing, extra,
@@ -67,109 +63,23 @@ def load_model(
     config = ModelConfig.from_path(path)
     with torch.device("meta"):
         model = DeepseekV3(config, mtp)
+    wanted = {binding.name: binding for binding in bindings(model)}
+    if not experts:
+        drop_experts(model)
     model = model.to(dtype).to_empty(device=device)
     for gate in model.gates():
         gate.float()
     model.requires_grad_(False)
-    wanted = {binding.name: binding for binding in bindings(model)}
+    read = {binding.name: binding for binding in bindings(model)}
     with ExitStack() as stack:
-        files = {name: _open(stack, path / name) for name in _weight_files(path)}
-        present = _entries(path, files)
-        problems = _problems(wanted, present, config, mtp)
-        if problems:
-            raise ConfigError(
-                f"{path} does not hold the weights of its config.json: {'; '.join(problems)}"
-            )
-        _read_all(wanted, present, files, progress)
+        files, present = open_checked(stack, path, wanted, config, mtp)
+        _read_all(read, present, files, progress)
     return model.eval()
-
-
-def _weight_files(path: Path) -> list[str]:
-    """Names of the safetensors files, by the index where there is one."""
-    index = path / INDEX_FILE
-    if index.exists():
-        try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{index} cannot be read: {error}") from error
-        gone = [name for name in names if not (path / str(name)).is_file()]
-        if gone:
-            raise ConfigError(f"{path} lacks weight files of its index: {', '.join(gone)}")
-        return names
-    if (path / SINGLE_FILE).is_file():
-        return [SINGLE_FILE]
-    raise ConfigError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}")
-
-
-def _open(stack: ExitStack, file: Path) -> Any:  # noqa: ANN401 - safetensors ships no types
-    try:
-        return stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(
-            f"{file} is not a complete safetensors file ({error}); fetch it again"
-        ) from error
-
-
-def _entries(path: Path, files: Mapping[str, Any]) -> dict[str, _Entry]:
-    entries: dict[str, _Entry] = {}
-    for file, handle in files.items():
-        for name in handle.keys():  # noqa: SIM118 - not a dict
-            if name in entries:
-                raise ConfigError(f"{path}: {name} is in both {entries[name].file} and {file}")
-            part = handle.get_slice(name)
-            entries[name] = _Entry(file, str(part.get_dtype()), tuple(part.get_shape()))
-    return entries
-
-
-def _problems(
-    wanted: Mapping[str, Binding], present: Mapping[str, _Entry], config: ModelConfig, mtp: bool
-) -> list[str]:
-    """Everything wrong with the tensors, in one list of phrases."""
-    problems: list[str] = []
-    scales: set[str] = set()
-    for name, binding in wanted.items():
-        entry = present.get(name)
-        if entry is None:
-            problems += [] if binding.copy else [f"missing {name}"]
-            continue
-        if entry.shape != binding.shape:
-            problems.append(f"{name} is {list(entry.shape)}, not {list(binding.shape)}")
-        if entry.dtype == _FP8:
-            scales.add(name + _SCALE)
-            problems += _scale_problems(name, binding, present, config)
-        elif entry.dtype not in _FLOATS:
-            problems.append(f"{name} has dtype {entry.dtype}")
-    unread = f"model.layers.{config.num_hidden_layers}."
-    skip_mtp = config.num_nextn_predict_layers > 0 and not mtp
-    for name in sorted(set(present) - set(wanted) - scales):
-        if not (_IGNORED.search(name) or (skip_mtp and name.startswith(unread))):
-            problems.append(f"extra {name}")
-    return problems
-
-
-def _scale_problems(
-    name: str, binding: Binding, present: Mapping[str, _Entry], config: ModelConfig
-) -> list[str]:
-    if not config.fp8:
-        return [f"{name} is FP8, but config.json has no quantization_config"]
-    if len(binding.shape) != 2:
-        return [f"{name} has dtype {_FP8}, which is read for matrices only"]
-    scale = present.get(name + _SCALE)
-    if scale is None:
-        return [f"missing {name}{_SCALE}"]
-    blocks = tuple(-(-size // BLOCK) for size in binding.shape)
-    if scale.shape != blocks:
-        return [f"{name}{_SCALE} is {list(scale.shape)}, not {list(blocks)}"]
-    if scale.dtype not in _FLOATS:
-        return [f"{name}{_SCALE} has dtype {scale.dtype}"]
-    return []
 
 
 def _read_all(
     wanted: Mapping[str, Binding],
-    present: Mapping[str, _Entry],
+    present: Mapping[str, Entry],
     files: Mapping[str, Any],
     progress: Progress | None,
 ) -> None:
@@ -180,9 +90,9 @@ def _read_all(
         entry = present[name]
         try:
             tensor: Tensor = files[entry.file].get_tensor(name)
-            if entry.dtype == _FP8:
-                scale_entry = present[name + _SCALE]
-                scales = files[scale_entry.file].get_tensor(name + _SCALE)
+            if entry.dtype == FP8:
+                scale_entry = present[name + SCALE]
+                scales = files[scale_entry.file].get_tensor(name + SCALE)
                 tensor = dequantise_blocks(tensor, scales)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{entry.file}: {name} cannot be read: {error}") from error
@@ -212,7 +122,7 @@ def fingerprint(path: str | Path) -> str:
     config = ModelConfig.from_path(path)
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(dataclasses.asdict(config), sort_keys=True).encode())
-    for name in _weight_files(path):
+    for name in weight_files(path):
         size = (path / name).stat().st_size
         digest.update(f"{name} {size}".encode())
         step = _SAMPLE if size <= _HASHED_WHOLE else 64 * _SAMPLE

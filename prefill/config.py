@@ -18,9 +18,15 @@ class PrefillConfig:
     ``pages`` is the size of its latent pool in pages of ``page_size`` tokens; ``chunk_tokens`` the
     tokens of one step, at least a page; ``max_queue`` how many prompts may wait; ``port`` 0 lets
     the system choose; ``metrics_port`` 0 means no Prometheus endpoint;
+    ``device``, ``precision`` and ``latents`` are those of `Placing`; ``memory_share`` is the part
+    of a device's memory that is this worker's, and ``pages`` 0 takes what there is room for;
+    ``step_timeout_s`` how long a step may take before the worker leaves, 0: a minute on a CUDA
+    device and ten on a CPU;
     ``ep_ranks`` the "host:port" of each rank of its expert-parallel group, empty if it computes
-    alone, and ``ep_rank`` which of them it is, ``redundant_experts`` copies of experts
-    besides, and ``rebalance`` whether experts are placed anew as the load changes;
+    alone, and ``ep_rank`` which of them it is, ``tp`` how many consecutive ones share a batch's
+    attention heads, of which the first has the requests, ``redundant_experts`` copies of experts
+    besides, and ``rebalance`` whether experts are placed anew as the load changes,
+    ``microbatch_rows`` the rows of the largest batch from which on they compute in two halves;
     ``virtual_ranks`` how many ranks compute in its own process, 1 unless a large group is to be
     tried out;
     ``pull_s`` how long a prompt may wait for cached pages of other workers, 0 for not at all;
@@ -41,6 +47,10 @@ class PrefillConfig:
     transfer_host: str = "127.0.0.1"
     dtype: str = "float32"
     device: str = "cpu"
+    precision: str = "auto"
+    latents: str = "plain"
+    memory_share: float = 1.0
+    step_timeout_s: float = 0.0
     arithmetic: Arithmetic = "fast"
     page_size: int = PAGE_SIZE
     mtp: bool = True
@@ -57,6 +67,8 @@ class PrefillConfig:
     metrics_port: int = 0
     ep_rank: int = 0
     ep_ranks: tuple[str, ...] = ()
+    tp: int = 1
     redundant_experts: int = 0
     rebalance: bool = True
+    microbatch_rows: int = 64
     virtual_ranks: int = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +57,7 @@ class PrefillRunner:
 
     In "exact" arithmetic every prompt is computed in absorbed form; in "fast" in the form that
     takes fewer operations for it. The form depends on the whole prompt and on what was cached when
-    it started, so all its chunks have the same.
+    it started, so all its chunks have the same. ``watch`` is entered for as long as a step takes.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class PrefillRunner:
         page_size: int,
         mtp: bool,
         arithmetic: Arithmetic = "fast",
+        watch: AbstractContextManager[None] | None = None,
     ) -> None:
         self._model = model
         self._store = store
         self._page_size = page_size
         self._mtp = mtp
         self._arithmetic = arithmetic
+        self._watch = nullcontext() if watch is None else watch
 
     def form(self, cached_tokens: int, num_tokens: int) -> Form:
         """The form of a prompt of which ``cached_tokens`` were cached when it started."""
@@ -79,9 +82,12 @@ class PrefillRunner:
             return "absorbed"
         return prefill_form(self._model.config, cached_tokens, num_tokens)
 
-    @torch.inference_mode()
     def step(self, prompts: Sequence[PromptRows]) -> list[ChunkResult]:
         """One forward pass over all rows; pages are filled and pushed layer by layer."""
+        with self._watch, torch.inference_mode():
+            return self._step(prompts)
+
+    def _step(self, prompts: Sequence[PromptRows]) -> list[ChunkResult]:
         batch = self._batch(prompts, [p.start for p in prompts])
 
         def on_layer(layer: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -16,8 +18,15 @@ from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.pull_exchange import PrefixExchange
 from pdmesh.kvtransfer.transports import make_page_transports
 from pdmesh.model.deepseek import DeepseekV3
-from pdmesh.model.parallel.serving import Ranks, computing, join_ranks, rank_status
-from pdmesh.model.served import load_served_model, served_grammars
+from pdmesh.model.device.model import DeviceModel
+from pdmesh.model.parallel.serving import Ranks, computing, follow, join_ranks, rank_status
+from pdmesh.model.served import (
+    Placing,
+    load_served_model,
+    plan_pages,
+    served_grammars,
+    store_dtype,
+)
 from pdmesh.prefill.config import PrefillConfig
 from pdmesh.prefill.facts import PrefillStepFacts
 from pdmesh.prefill.metrics import PrefillMetrics
@@ -34,12 +43,16 @@ from pdmesh.registry.publisher import WorkerLease
 from pdmesh.registry.pull_metrics import PullMetrics
 from pdmesh.registry.replicas import watching_replicas
 from pdmesh.registry.transfer_metrics import TransferMetrics
+from pdmesh.registry.watchdog import Watchdog, step_bound_s, watched
 from pdmesh.wire.handoff import ChecksumsRequest, PageChecksums
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
+from pdmesh.wire.logs import event
 from pdmesh.wire.messages import Empty, FirstToken, PrefillRequest, WorkerRecord, WorkerStatus
 from pdmesh.wire.rpc import Method
 from pdmesh.wire.secret import read_secret
+
+log = logging.getLogger(__name__)
 
 
 async def serve_prefill(config: PrefillConfig) -> None:
@@ -50,16 +63,37 @@ async def serve_prefill(config: PrefillConfig) -> None:
     """
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
+    config = _planned(config)
     model, fmt = _load(config)
+    ranks = Ranks(
+        config.ep_rank,
+        config.ep_ranks,
+        f"{config.mesh}/prefill",
+        2 * config.lease_ttl_s,
+        config.redundant_experts,
+        config.rebalance,
+        config.virtual_ranks,
+        config.tp,
+        config.model_path if len(config.ep_ranks) > 1 else None,
+        config.microbatch_rows,
+    )
+    if ranks.follows:
+        await follow(model, fmt, ranks, config.worker_id)
+        return
+    watchdog = Watchdog(config.step_timeout_s or step_bound_s(config.device))
     store = LatentStore(
         config.pages,
         fmt.num_layers,
         fmt.page_size,
         fmt.latent_width,
-        model.dtype,
+        store_dtype(fmt),
         config.device,
         shared="shm" in config.transports,
     )
+    if isinstance(model, DeviceModel):
+        for line in model.ops.describe():
+            event(log, "backend", worker=config.worker_id, choice=line)
+        model.warm_up(store.tensor, config.chunk_tokens)
     leases: list[WorkerLease] = []
     copies = ReplicaHints()
     kv = KvManager(
@@ -78,19 +112,10 @@ async def serve_prefill(config: PrefillConfig) -> None:
         secret,
         served_grammars(config.model_path, vocab_size),
     )
-    ranks = Ranks(
-        config.ep_rank,
-        config.ep_ranks,
-        f"{config.mesh}/prefill",
-        2 * config.lease_ttl_s,
-        config.redundant_experts,
-        config.rebalance,
-        config.virtual_ranks,
-    )
     called, rank = await join_ranks(model, fmt, ranks)
     sender = page_sender(fmt, store, config.transports)
     worker = PrefillWorker(
-        PrefillRunner(called, store, fmt.page_size, fmt.mtp_layers > 0, fmt.arithmetic),
+        PrefillRunner(called, store, fmt.page_size, fmt.mtp_layers > 0, fmt.arithmetic, watchdog),
         kv,
         store,
         PrefillScheduler(config.chunk_tokens, fmt.page_size, config.max_queue),
@@ -197,21 +222,43 @@ async def serve_prefill(config: PrefillConfig) -> None:
         else contextlib.nullcontext()
     )
     async with metrics_endpoint(metrics.registry, config.host, config.metrics_port), watch:
-        run = partial(computing, worker.run, rank)
+        run = partial(watched, partial(computing, worker.run, rank), watchdog)
         await host_worker(binding, methods, run, lease, finish, life, work, config.drain_s)
 
 
-def _load(config: PrefillConfig) -> tuple[DeepseekV3, PageFormat]:
+def _placing(config: PrefillConfig) -> Placing:
+    return Placing(config.device, config.precision, config.latents)
+
+
+def _planned(config: PrefillConfig) -> PrefillConfig:
+    """The config with the number of pages that there is room for."""
+    pages, plan = plan_pages(
+        config.model_path,
+        _placing(config),
+        mtp=config.mtp,
+        page_size=config.page_size,
+        share=config.memory_share,
+        pages=config.pages,
+        rows=config.chunk_tokens + config.page_size,
+        sequences=32,
+    )
+    if plan is not None:
+        event(log, "memory planned", worker=config.worker_id, plan=plan.describe())
+    return replace(config, pages=pages)
+
+
+def _load(config: PrefillConfig) -> tuple[DeepseekV3 | DeviceModel, PageFormat]:
     loading = LoadingLog(config.worker_id, config.model_path)
     loaded = load_served_model(
         config.model_path,
         config.model_name,
         dtype=config.dtype,
-        device=config.device,
+        placing=_placing(config),
         mtp=config.mtp,
         page_size=config.page_size,
         arithmetic=config.arithmetic,
         progress=loading.progress,
+        experts=len(config.ep_ranks) < 2,
     )
     loading.loaded()
     return loaded

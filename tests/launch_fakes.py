@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import sys
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -40,7 +41,9 @@ def misbehave(name: str) -> None:
         sys.stderr.write("RuntimeError: no memory left\n")
         sys.stderr.flush()
         os._exit(1)
-    if name == os.environ.get("FAKE_REFUSE"):
+    told = Path(os.environ.get("XDG_RUNTIME_DIR", "/")) / "refuse"
+    later = name == os.environ.get("FAKE_REFUSE_LATER") and told.exists()
+    if later or name == os.environ.get("FAKE_REFUSE"):
         raise ConfigError("config.json: scoring_func is 'tanh'; it must be sigmoid or softmax")
 
 

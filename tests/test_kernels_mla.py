@@ -58,6 +58,21 @@ def test_decode_gives_what_softmax_over_the_whole_sequence_gives(rows, heads, pa
         assert torch.equal(got == 0, wanted == 0)
 
 
+def test_decode_does_not_read_tokens_before_the_first_key():
+    """Slot 0 of the MTP layer stays empty: it may hold what another owner of the page left."""
+    query, pages, table, lengths = batch([37, 1, 17], 4, 2, 8)
+    pages[table[:, 0].long(), 0] = float("nan")
+    for split in (16, 64):
+        got = decode.mla_decode(
+            *(query, pages, table, lengths, 2, 0.2), rank=32, first_key=1, split=split, tuning=SMALL
+        )
+        host = [t.cpu() for t in (query, pages, table, lengths)]
+        wanted = mla_reference.mla_decode(*host, 2, 0.2, rank=32, first_key=1)
+        assert not wanted.isnan().any()
+        assert error(got.cpu(), wanted) < 1e-2
+        assert bool((wanted[2:4] == 0).all())
+
+
 def test_decode_reads_packed_latents():
     args = batch([1, 0, 35], 4, 2, 8, rank=512, packed=True)
     wanted = plain(*args, 2, 0.05, 512)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from pdmesh.kernels.gate import GateRule, choose_experts
-from pdmesh.kernels.moe import order_by_expert, routed_experts
+from pdmesh.kernels.moe import order_by_expert, routed_experts, weighted_sum
 
 
 def rule(method, experts, top_k, groups=1, top_groups=1, normalise=True, scale=1.0):
@@ -130,3 +130,27 @@ def test_a_token_that_is_not_finite_stays_alone():
     keep = [i for i in range(40) if i != 7]
     assert torch.equal(spoilt[keep], clean[keep])
     assert bool(spoilt[7].isnan().all())
+
+
+def test_the_weighted_sum_is_in_float32_and_rounds_to_bfloat16_once():
+    # 256 + 1 + 1 = 258: a sum kept in bfloat16 would stay at 256, whose neighbour is 258.
+    parts = torch.tensor([[[256.0], [1.0], [1.0]]], dtype=torch.bfloat16)
+    total = weighted_sum(parts, torch.ones(1, 3))
+    assert total.dtype == torch.bfloat16
+    assert total.item() == 258.0
+    # Products are not rounded to bfloat16 either: 3 x 1.0078125 = 3.0234375 lies between two.
+    parts = torch.tensor([[[3.0], [3.0]]], dtype=torch.bfloat16)
+    weights = torch.tensor([[1.0078125, 1.0078125]])
+    assert weighted_sum(parts, weights).item() == torch.tensor(6.046875).bfloat16().item()
+
+
+def test_the_weighted_sum_rounds_halves_to_even():
+    for low, high, want in ((256.0, 1.0, 256.0), (258.0, 1.0, 260.0)):
+        parts = torch.tensor([[[low], [high]]], dtype=torch.bfloat16)
+        assert weighted_sum(parts, torch.ones(1, 2)).item() == want
+
+
+def test_the_weighted_sum_is_taken_in_the_order_of_the_choices():
+    parts = torch.tensor([[[1.0], [2.0**24], [-(2.0**24)]]])
+    assert weighted_sum(parts, torch.ones(1, 3)).item() == 0.0
+    assert weighted_sum(parts[:, [1, 2, 0]], torch.ones(1, 3)).item() == 1.0

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from test_launch_up import FAKES, Meshes, alive, ready_workers, until
@@ -130,6 +131,69 @@ def test_one_worker_alone_can_be_restarted(meshes):
     assert ready_workers(meshes.info()) == {"prefill-0", "decode-1"}
     # and its successor, under the number that is free again
     assert "decode-1 is replaced by decode-0" in meshes.run("restart", "decode-1").stdout
+
+
+def test_workers_that_share_their_experts_come_and_go_by_whole_groups(meshes):
+    meshes.ready("--decode-ep", "2")
+    wrong = meshes.run("scale", "decode=3")
+    assert wrong.returncode == 2
+    assert wrong.stderr == (
+        "pdmesh: decode=3: 3 workers make no groups of 2 that share the experts; "
+        "ask for a multiple of 2\n"
+    )
+    done = meshes.run("scale", "decode=4")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[1:3] == ["decode-2 starting", "decode-3 starting"]
+    four = {f"decode-{n}" for n in range(4)}
+    assert ready_workers(meshes.info()) == four | {"prefill-0"}
+    places = {name: place(meshes.info()["pids"][name]) for name in four}
+    assert [places[f"decode-{n}"][0] for n in range(4)] == ["0", "1", "0", "1"]
+    assert places["decode-2"][1] == places["decode-3"][1] != places["decode-0"][1]
+    lines = meshes.run("scale", "decode=2").stdout.splitlines()
+    assert {"decode-2 stopped", "decode-3 stopped"} <= set(lines)
+    assert lines[-1] == "done: prefill=1 decode=2"
+
+
+def place(pid):
+    """The rank of a worker's process, and where the ranks of its group listen."""
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return tuple(words[words.index(flag) + 1] for flag in ("--ep-rank", "--ep-ranks"))
+
+
+def test_a_restart_renews_the_ranks_of_a_group_one_after_the_other_in_their_places(meshes):
+    meshes.ready("--decode-ep", "2")
+    before = meshes.info()["pids"]
+    was = [place(before[f"decode-{n}"]) for n in range(2)]
+    done = meshes.run("restart", "decode-1", "decode-0")
+    assert done.returncode == 0, done.stderr
+    lines = [
+        line.partition(" ready at")[0].partition(", and")[0] for line in done.stdout.split("\n")
+    ]
+    assert lines[1:-2] == [
+        f"decode-{n} {what}"
+        for n in range(2)
+        for what in ("draining", "stopped", "starting", "is renewed")
+    ]
+    assert ready_workers(meshes.info()) == {"prefill-0", "decode-0", "decode-1"}
+    after = meshes.info()["pids"]
+    assert [place(after[f"decode-{n}"]) for n in range(2)] == was
+    assert not {after["decode-0"], after["decode-1"]} & set(before.values())
+    assert after["prefill-0"] == before["prefill-0"]
+
+
+@pytest.mark.full
+def test_a_rank_that_does_not_come_back_is_named_and_can_be_restarted_later(meshes):
+    meshes.ready("--decode-ep", "2", FAKE_REFUSE_LATER="decode-1")
+    refuse = meshes.folder / "refuse"
+    refuse.touch()
+    done = meshes.run("restart", "decode-1")
+    assert done.returncode == 1
+    assert "decode-1 cannot start; it said last: pdmesh: config.json" in done.stderr
+    assert ready_workers(meshes.info()) == {"prefill-0", "decode-0"}
+    refuse.unlink()
+    assert meshes.run("restart", "decode-1").returncode == 0
+    assert ready_workers(meshes.info()) == {"prefill-0", "decode-0", "decode-1"}
 
 
 def test_a_worker_with_a_metrics_endpoint_gets_a_port_of_its_own_when_it_is_added(meshes):

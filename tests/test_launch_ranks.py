@@ -5,10 +5,12 @@ import pytest
 from pdmesh.launch.checks import check_together
 from pdmesh.launch.processes import worker_spec
 from pdmesh.launch.ranks import (
+    check_hosts,
     check_rank,
+    group_sizes,
+    more_places,
     parse_addresses,
     rank_places,
-    refuse_change,
     whole_groups,
 )
 from pdmesh.launch.topology import Topology
@@ -46,6 +48,9 @@ def test_a_worker_is_started_with_its_place(tmp_path):
     at = spec.arguments.index("--ep-rank")
     assert spec.arguments[at : at + 4] == place.arguments
     assert "--ep-rank" not in worker_spec(topology, "prefill", "p", tmp_path, 0).arguments
+    topology = topology.changed("decode", "a file", microbatch_rows=7)
+    arguments = worker_spec(topology, "decode", "decode-1", tmp_path, 0, place).arguments
+    assert arguments[arguments.index("--microbatch-rows") + 1] == "7"
 
 
 @pytest.mark.parametrize("ep", [3, 64])
@@ -103,11 +108,18 @@ def test_addresses_and_ranks_of_a_worker_that_is_started_by_hand_go_together():
         check_rank(0, ())
 
 
-def test_a_group_cannot_grow_or_be_replaced_worker_by_worker():
+def test_another_group_gets_places_of_its_own():
     topology = whole_groups(asked(ep=2))
-    refuse_change(topology, ["prefill"])
-    with pytest.raises(ConfigError, match="share their experts in groups of 2 and stay"):
-        refuse_change(topology, ["prefill", "decode"])
+    with rank_places(topology) as places:
+        taken = {address for place in places.values() for address in place.addresses}
+        with more_places(topology, "decode", 5, taken) as more:
+            assert {name: place.rank for name, place in more.items()} == {
+                "decode-4": 0,
+                "decode-5": 1,
+            }
+            assert not taken & set(more["decode-4"].addresses)
+            assert more["decode-4"].addresses == more["decode-5"].addresses
+    assert group_sizes(topology) == {"decode": 2}
 
 
 def test_two_meshes_of_one_machine_have_ranks_at_different_ports():
@@ -122,3 +134,37 @@ def test_a_host_that_is_not_this_one_has_no_port_for_ranks():
     topology = whole_groups(asked(ep=2)).changed("mesh", "--host", host="203.0.113.1")
     with pytest.raises(ConfigError, match=r"free on 203\.0\.113\.1, 2 are needed"):
         rank_places(topology).__enter__()
+
+
+def test_the_first_of_the_ranks_that_share_heads_leads_and_the_others_follow(tmp_path):
+    topology = whole_groups(asked(ep=4, tp=2))
+    check_together(topology)
+    with rank_places(topology) as places:
+        specs = [
+            worker_spec(topology, "decode", name, tmp_path, 0, places[name])
+            for name in sorted(places)
+        ]
+    assert [spec.follows for spec in specs] == [False, True, False, True]
+    at = specs[1].arguments.index("--tp")
+    assert specs[1].arguments[at + 1] == "2"
+    assert not worker_spec(topology, "prefill", "p", tmp_path, 0).follows
+
+
+@pytest.mark.parametrize(
+    ("ep", "tp", "sentence"),
+    [
+        (4, 3, "4 workers that share experts make no groups of 3 .* EP = DP x TP; .* tp = 1, 2, 4"),
+        (1, 2, "1 workers that share experts make no groups of 2"),
+        (32, 16, "16 workers cannot share 8 attention heads evenly"),
+    ],
+)
+def test_groups_of_heads_that_cannot_be_are_refused_with_what_can(ep, tp, sentence):
+    with pytest.raises(ConfigError, match=f"--decode-ep: {sentence}"):
+        check_together(asked(ep=ep, tp=tp))
+
+
+def test_ranks_that_share_heads_are_on_one_host():
+    check_hosts(("a:1", "a:2", "b:1", "b:2"), 2)
+    check_hosts(("a:1", "b:1"), 1)
+    with pytest.raises(ConfigError, match=r"ranks 2 to 3 .* several hosts: b, c; .* on one host"):
+        check_hosts(("a:1", "a:2", "b:1", "c:2"), 2)

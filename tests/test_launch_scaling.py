@@ -28,6 +28,29 @@ def test_what_is_missing_starts_and_the_highest_numbers_stop(running, targets, s
     assert plan_scale(running, targets) == Change(start, stop)
 
 
+@pytest.mark.parametrize(
+    ("running", "target", "start", "stop"),
+    [
+        ([0, 1], 4, [2, 3], []),
+        ([0, 1, 2, 3, 4, 5], 2, [], [5, 4, 3, 2]),
+        ([2, 3], 6, [0, 1, 4, 5], []),
+        ([0, 1, 3], 4, [], []),  # a group that lacks a worker is one
+        ([0, 1, 3], 2, [], [3]),
+        ([0, 1, 8, 9, 10, 11], 4, [], [11, 10]),  # by their numbers, not by their names
+    ],
+)
+def test_workers_that_share_their_experts_come_and_go_by_whole_groups(running, target, start, stop):
+    names = ["prefill-0", *(f"decode-{n}" for n in running)]
+    wanted = (tuple(f"decode-{n}" for n in numbers) for numbers in (start, stop))
+    assert plan_scale(names, {"decode": target}, {"decode": 2}) == Change(*wanted)
+
+
+def test_a_part_of_a_group_is_refused_with_what_can_be():
+    with pytest.raises(ConfigError, match=r"decode=3: 3 workers make no groups of 2 .* multiple"):
+        plan_scale(FOUR, {"decode": 3}, {"decode": 2})
+    assert plan_scale(FOUR, {"prefill": 2}, {"decode": 2}) == Change(("prefill-1",))
+
+
 ROLES = ("prefill", "decode")
 TARGETS = st.dictionaries(st.sampled_from(ROLES), st.integers(1, 12))
 RUNNING = st.sets(st.builds("{}-{}".format, st.sampled_from(ROLES), st.integers(0, 15)))

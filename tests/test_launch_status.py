@@ -12,8 +12,9 @@ FORMAT = PageFormat("tiny", "w", "float32", 64, 7, 1, 576)
 POOL = PoolStatus(total=8, free=5, reserved=0, used=1, cached=2, quarantined=0)
 
 
-def rank(number, size, members):
-    return RankStatus(rank=number, size=size, members=members, steps=9, repeated=1, sent_bytes=70)
+def rank(number, size, members, heads=()):
+    counts = {"steps": 9, "repeated": 1, "sent_bytes": 70}
+    return RankStatus(rank=number, size=size, members=members, heads=heads, **counts)
 
 
 def worker(name, ranks=None, problems=(), answers=True):
@@ -46,6 +47,7 @@ def shown(*lines):
     [
         (rank(1, 2, (0, 1)), "1 of 2, with 0"),
         (rank(0, 4, (0, 1, 2, 3)), "0 of 4, with 1, 2, 3"),
+        (rank(2, 4, (0, 1, 2, 3), (2, 3)), "2 of 4, with 0, 1, 3; heads with 3"),
     ],
 )
 def test_a_worker_shows_its_rank_and_whom_it_computes_with(ranks, said):
@@ -93,4 +95,5 @@ def test_json_has_the_place_of_each_worker_that_has_one():
         "sent_bytes": 70,
         "plan": 0,
         "virtual": False,
+        "heads": [],
     }

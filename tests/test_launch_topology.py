@@ -31,6 +31,7 @@ redis = "redis://10.0.0.5"
 secret_file = "key"
 lease_ttl_s = 2
 drain_s = 7
+step_timeout_s = 30
 transports = ["tcp"]
 log_level = "DEBUG"
 [model]
@@ -40,6 +41,9 @@ dtype = "bfloat16"
 arithmetic = "exact"
 page_size = 16
 mtp = false
+device = "cuda:1"
+precision = "fp8"
+latents = "fp8"
 [prefill]
 workers = 2
 pages = 64
@@ -47,8 +51,10 @@ threads = 3
 chunk_tokens = 128
 max_queue = 9
 ep = 2
+tp = 2
 redundant_experts = 4
 rebalance = false
+microbatch_rows = 256
 virtual_ranks = 4
 metrics_port = 9200
 [decode]
@@ -61,8 +67,10 @@ growth_tokens = 256
 park_mb = 64
 max_waiting = 7
 ep = 4
+tp = 2
 redundant_experts = 8
 rebalance = false
+microbatch_rows = 256
 virtual_ranks = 4
 metrics_port = 9300
 [router]

@@ -13,7 +13,7 @@ import signal
 import meshes
 import pytest
 import torch
-from mesh_changes import pdmesh, started
+from mesh_changes import pdmesh
 
 from pdmesh.launch.topology import shipped_model
 from pdmesh.model.reference import generate_reference
@@ -21,11 +21,13 @@ from pdmesh.model.weights import load_model
 from pdmesh.wire.errors import PdmeshError
 
 NEW_TOKENS = 12
-SIZES = [(2, 2), pytest.param((2, 4), marks=pytest.mark.full)]
-SIZES += [
-    pytest.param((1, 8), marks=pytest.mark.full),
-    pytest.param((4, 1), marks=pytest.mark.full),
-]
+FURTHER = [(2, 2, 1), (2, 4, 1), (1, 8, 1), (4, 1, 1)]
+SIZES = [(2, 2, 2), *(pytest.param(size, marks=pytest.mark.full) for size in FURTHER)]
+"""Prefill EP, decode EP, prefill TP."""
+
+
+def named(size):
+    return f"prefill-ep{size[0]}-tp{size[2]}-decode-ep{size[1]}"
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +53,16 @@ def expected(model, prompts):
     return [generate_reference(model, p, NEW_TOKENS, arithmetic="exact") for p in prompts]
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=lambda s: f"prefill-ep{s[0]}-decode-ep{s[1]}")
+@pytest.fixture(scope="module", params=SIZES, ids=named)
 def mesh(request):
-    prefill, decode = request.param
+    prefill, decode, tp = request.param
     flags = ["--prefill-ep", str(prefill), "--decode-ep", str(decode), "--arithmetic", "exact"]
+    flags += ["--prefill-tp", str(tp)]
     copies = 2 * decode if decode > 1 else 0
     topology = f"[decode]\nredundant_experts = {copies}\n"
     with meshes.running_mesh(*flags, topology=topology) as running:
-        running.workers = prefill + max(decode, 2 if decode == 1 else 0)
+        running.workers = prefill // tp + max(decode, 2 if decode == 1 else 0)
+        running.heads = tuple(range(tp)) if tp > 1 else ()
         running.sizes = {"prefill": prefill, "decode": decode}
         yield running
 
@@ -99,6 +103,7 @@ async def test_tokens_are_those_of_one_process_cold_and_warm_alone_and_together(
             assert status.ranks.size == size
             assert status.ranks.members == tuple(range(size))
             assert status.ranks.sent_bytes > 0
+            assert status.ranks.heads == (mesh.heads if status.role == "prefill" else ())
         else:
             assert status.ranks is None
     assert await mesh.problems() == []
@@ -169,11 +174,41 @@ async def test_a_rank_that_stands_still_is_left_out_and_comes_back(mesh, prompts
     assert await mesh.problems(patience=60) == []
 
 
-@pytest.mark.parametrize("change", [("scale", "decode=4"), ("restart", "decode-0")])
-async def test_a_group_stays_as_it_is_and_says_so(mesh, change):
+@pytest.mark.full
+async def test_a_rolling_restart_of_ranks_fails_no_answer(mesh, prompts):
     if mesh.sizes["decode"] < 2:
         pytest.skip("one decode rank")
-    process = await started(mesh, *change)
-    out, _ = await process.communicate()
-    assert process.returncode == 2
-    assert "share their experts in groups of" in out.decode()
+    await together(mesh)
+    before = await all_at_once(mesh, prompts, "old", max_tokens=30)
+    pids = mesh.pids()
+    asking = asyncio.ensure_future(all_at_once(mesh, prompts, "renewed", max_tokens=30))
+    await pdmesh(mesh, "restart", "decode-0", "decode-1")
+    during = await asyncio.wait_for(asking, 240)
+    assert [a.token_ids for a in during] == [a.token_ids for a in before]
+    renewed = {name for name, pid in mesh.pids().items() if pids[name] != pid}
+    assert renewed == {"decode-0", "decode-1"}
+    await together(mesh)
+    after = await all_at_once(mesh, prompts, "new", max_tokens=30)
+    assert [a.token_ids for a in after] == [a.token_ids for a in before]
+    assert await mesh.problems(patience=60) == []
+
+
+@pytest.mark.full
+async def test_another_group_serves_and_goes_again(mesh, prompts, expected):
+    if mesh.sizes["decode"] < 2:
+        pytest.skip("one decode rank")
+    size, workers = mesh.sizes["decode"], mesh.workers
+    await pdmesh(mesh, "scale", f"decode={2 * size}")
+    mesh.workers = workers + size
+    try:
+        await together(mesh)
+        answers = await all_at_once(mesh, 3 * prompts, "two groups")
+        assert [answer.token_ids for answer in answers] == 3 * expected
+        assert {int(a.timing.decode_worker.split("-")[1]) // size for a in answers} == {0, 1}
+        asking = asyncio.ensure_future(all_at_once(mesh, 2 * prompts, "one goes"))
+        await pdmesh(mesh, "scale", f"decode={size}")
+        answers = await asyncio.wait_for(asking, 240)
+        assert [answer.token_ids for answer in answers] == 2 * expected
+    finally:
+        mesh.workers = workers
+    assert await mesh.problems(patience=60) == []

@@ -94,3 +94,16 @@ def test_further_copies_stand_on_other_ranks(experts, ranks, redundant):
 def test_copies_that_cannot_be_shared_evenly_are_refused():
     with pytest.raises(ConfigError, match="8 experts and 1 redundant copies cannot be shared"):
         first_placement(1, 8, 2, 1)
+
+
+def test_a_plan_is_known_once_it_is_prepared_and_the_newest_alone_has_to_be():
+    plans = Plans(0, 2, FIRST, None)
+    plans.deferred = True
+    for number in (3, 5):
+        plans.learn(Plan(number, 8, SWAPPED))
+    assert (plans.numbers, plans.waiting) == ((0,), 5)
+    plans.prepared(5)
+    assert (plans.numbers, plans.waiting) == ((0, 5), None)
+    plans.learn(Plan(7, 8, SWAPPED))
+    assert (plans.numbers, plans.waiting) == ((0, 5), 7)
+    assert [plan.number for plan in plans.told] == [3, 5, 7]  # who has prepared them may use them

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from pdmesh.model.parallel.meeting import Place
 from pdmesh.model.parallel.member import Member
 from pdmesh.model.parallel.payload import WireFormat
 from pdmesh.model.parallel.plans import first_placement
+from pdmesh.model.parallel.schedule import plan_schedule
+from pdmesh.model.parallel.timeline import Timeline
 from pdmesh.model.parallel.virtual import Settings
 from pdmesh.wire.errors import ConfigError, Unavailable
 
@@ -246,6 +249,41 @@ def test_experts_are_placed_anew_while_ranks_compute_and_no_bit_changes(monkeypa
             check([*members[:3], again], step)
         finally:
             again.close()
+
+
+def test_a_rank_records_its_stages_and_within_them_its_waits_for_others():
+    model, addresses = wide_model(), free_addresses(2)
+    settings = Settings(mode="microbatch")
+    lines = [Timeline(time.monotonic) for _ in range(2)]
+    members = [
+        a_member(model, rank, addresses, settings=settings, timeline=lines[rank])
+        for rank in range(2)
+    ]
+    try:
+        together([member.start for member in members])
+        check(members, a_step(model, 2, 1, (5, 9)), mtp=False)
+    finally:
+        for member in members:
+            member.close()
+    layers = [(n, members[0]._builder.routed(n)) for n in range(len(model.layers))]
+    planned = [
+        (item.stage.name.lower(), item.microbatch, item.layer)
+        for item in plan_schedule(layers, "microbatch")
+    ]
+    for rank, line in enumerate(lines):
+        stages = [e for e in line.events if e.track == "compute"]
+        waits = [e for e in line.events if e.track == "waits"]
+        assert {e.rank for e in line.events} == {rank}
+        named = [(e.name, e.microbatch, e.layer) for e in stages]
+        assert named == planned * members[rank].steps  # one for both calls, or one for each
+        assert {e.name for e in waits} == {"dispatch", "combine"}
+        for wait in waits:
+            name = "experts" if wait.name == "dispatch" else "receive"
+            assert any(
+                (e.name, e.microbatch, e.layer) == (name, wait.microbatch, wait.layer)
+                and e.begin_us <= wait.begin_us <= wait.end_us <= e.end_us
+                for e in stages
+            )
 
 
 def test_calls_that_wait_when_the_group_is_left_fail_by_name():

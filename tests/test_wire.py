@@ -140,6 +140,8 @@ def test_every_field_of_the_page_format_changes_the_fingerprint():
         "latent_width": 320,
         "layout": 2,
         "arithmetic": "exact",
+        "precision": "fp8",
+        "packed": True,
     }
     assert set(changed) == set(FORMAT.__struct_fields__)
     prints = [

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 PageHash = bytes
+Precision = Literal["plain", "fp8"]
 Arithmetic = Literal["fast", "exact"]
 _HASH_BYTES = 16
 SEGMENT_PAGES = 16
@@ -50,12 +51,17 @@ class PageFormat(msgspec.Struct, frozen=True):
     arithmetic: Arithmetic = "fast"
     """"fast": prompts in MHA form, generated tokens in absorbed form. "exact": all in absorbed
     form, so that latents do not depend on which worker computed them, or why."""
+    precision: Precision = "plain"
+    """"plain": matrices are multiplied in `dtype`. "fp8": in FP8, rows quantised on the way."""
+    packed: bool = False
+    """A latent is bytes: FP8 values with a scale for 128 of them, then rotated ones in bfloat16;
+    `latent_width` counts the bytes."""
 
     @property
     def page_layer_bytes(self) -> int:
         """Bytes of one layer of one page."""
         size = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
-        return self.page_size * self.latent_width * size
+        return self.page_size * self.latent_width * (1 if self.packed else size)
 
     def fingerprint(self) -> bytes:
         """A 32-byte digest that differs when any field differs."""

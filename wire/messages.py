@@ -224,6 +224,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The placement of experts in use: 0 the first one, others by number."""
     virtual: bool = False
     """All ranks of the group are in this one process; ``rank`` is the first one."""
+    heads: tuple[int, ...] = ()
+    """Ranks that share the attention heads of this worker's rows now; empty: it has them all."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -46,6 +46,7 @@ def decode_kernel(
     scale_page_stride,
     rope_page_stride,
     split,
+    first_key,
     TOKEN_STRIDE: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
     ROPE_STRIDE: tl.constexpr,
@@ -85,7 +86,7 @@ def decode_kernel(
     end = tl.minimum(begin + split, length)
     for first in tl.range(begin, end, BLOCK_N):
         token = first + tl.arange(0, BLOCK_N)
-        inside = token < end
+        inside = (token < end) & (token >= first_key)
         page = tl.load(page_table + sequence * table_stride + token // PAGE, mask=inside, other=0)
         page = page.to(tl.int64)
         slot = token % PAGE
@@ -181,6 +182,7 @@ def mla_decode(
     scale: float,
     *,
     rank: int = 512,
+    first_key: int = 0,
     split: int | None = None,
     max_length: int | None = None,
     out: Tensor | None = None,
@@ -191,6 +193,7 @@ def mla_decode(
 
     Args:
         rank: values of a latent that are not rotated; a power of two, as is the rest.
+        first_key: tokens before it are not read.
         split: tokens a split; results depend on it. Default: `split_tokens`.
         max_length: a bound of `lengths`; default: what the page table can hold.
         out: [m, heads, rank] bfloat16.
@@ -239,6 +242,7 @@ def mla_decode(
         scales.stride(0),
         rotated.stride(0),
         split,
+        first_key,
         TOKEN_STRIDE=latents.stride(1),
         SCALE_STRIDE=scales.stride(1),
         ROPE_STRIDE=rotated.stride(1),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.expert_source import Experts, ExpertSource, ModelExperts
 from pdmesh.model.moe import Moe
 from pdmesh.model.parallel.exchange import ExpertParallel, Transport
 from pdmesh.model.parallel.groups import Groups
@@ -15,23 +18,37 @@ from pdmesh.model.parallel.payload import WireFormat
 from pdmesh.model.parallel.placement import Placement
 from pdmesh.model.parallel.rank import Rank
 from pdmesh.model.parallel.replicas import ReplicaTable
-from pdmesh.model.parallel.shards import Experts, LayerShard, expert_shard, layer_shard
+from pdmesh.model.parallel.shards import LayerShard, expert_shard, keep_heads, layer_shard
 from pdmesh.model.parallel.tensor import TensorParallel
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Arithmetic
 
 
+@dataclass(frozen=True)
+class Held:
+    """The weights of a rank's slots under a placement, one entry a MoE layer."""
+
+    placement: Placement
+    experts: Sequence[Experts]
+
+
 class RankBuilder:
-    """Cuts `model` for `groups`.
+    """Cuts `model` for `groups`; routed experts are read from `source`, by default from the model.
 
     Raises:
         ConfigError: TP does not divide the heads, or the model has no routed experts to spread.
     """
 
     def __init__(
-        self, model: DeepseekV3, groups: Groups, arithmetic: Arithmetic, wire: WireFormat
+        self,
+        model: DeepseekV3,
+        groups: Groups,
+        arithmetic: Arithmetic,
+        wire: WireFormat,
+        source: ExpertSource | None = None,
     ) -> None:
         self._model = model
+        self._source = ModelExperts(model) if source is None else source
         self._groups = groups
         self._arithmetic = arithmetic
         self._wire = wire
@@ -41,14 +58,29 @@ class RankBuilder:
             raise ConfigError("this model has no routed experts to spread over ranks")
         numbers = iter(range(len(self._moes)))
         self._moe_layers = [next(numbers) if isinstance(b.mlp, Moe) else None for b in blocks]
-        self._shards = [self._tp_shards(tp) for tp in range(groups.tp)]
+        self._groups.heads(0, model.config.num_attention_heads)  # they must divide
+        self._shards: dict[int | None, list[LayerShard]] = {}
         self._tables: tuple[Placement | None, list[ReplicaTable]] = (None, [])
 
-    def _tp_shards(self, tp: int) -> list[LayerShard]:
-        config = self._model.config
-        heads = self._groups.heads(tp, config.num_attention_heads)
-        blocks = self._model.blocks()
-        return [layer_shard(block, config, heads, self._arithmetic) for block in blocks]
+    def _layers(self, tp: int | None) -> list[LayerShard]:
+        """Of the TP rank `tp`; None: with all heads."""
+        if tp not in self._shards:
+            config = self._model.config
+            count = config.num_attention_heads
+            heads = range(count) if tp is None else self._groups.heads(tp, count)
+            blocks = self._model.blocks()
+            self._shards[tp] = [layer_shard(b, config, heads, self._arithmetic) for b in blocks]
+        return self._shards[tp]
+
+    def keep_heads(self, rank: int) -> None:
+        """Frees the attention heads of the model that `rank` does not share.
+
+        It computes no rows by itself from then on, and nobody else can use the model.
+        """
+        tp = self._groups.coordinates(rank).tp
+        for block, shard in zip(self._model.blocks(), self._layers(tp), strict=True):
+            keep_heads(block, shard)
+        self._shards[None] = self._layers(tp)  # alone it has no row
 
     def routed(self, layer: int) -> bool:
         """Whether a layer has routed experts."""
@@ -77,11 +109,13 @@ class RankBuilder:
         placement: Placement,
         transport: Transport,
         old: tuple[Rank, Placement] | None = None,
+        ahead: Sequence[Held] = (),
+        alone: bool = False,
     ) -> Rank:
-        """The rank of `transport` among `members`.
+        """The rank of `transport` among `members`; with all heads where it is `alone` in its group.
 
         `old` is what it was under the placement before: experts that it holds already are not read
-        again, and it goes on counting.
+        again, and it goes on counting. Nor are those that were read `ahead`.
         """
         rank = transport.rank
         at = self._groups.coordinates(rank)
@@ -91,30 +125,36 @@ class RankBuilder:
         else:
             ends = MessageExperts(transport, members, self._replicas(placement), self._wire)
         group = self._groups.tp_group(at.dp)
+        held = [*ahead, *([] if old is None else [Held(old[1], old[0].experts)])]
+        together = len(group) > 1 and not alone
         return Rank(
-            self._shards[at.tp],
+            self._layers(at.tp if together else None),
             self._moe_layers,
-            [self._experts(layer, rank, placement, old) for layer in range(len(self._moes))],
+            self.hold(rank, placement, held).experts,
             ends,
-            TensorParallel(transport, group) if len(group) > 1 else None,
+            TensorParallel(transport, group) if together else None,
             self._arithmetic == "fast",
             ExpertLoad(len(self._moes), self._model.config.n_routed_experts)
             if old is None
             else old[0].load,
         )
 
+    def hold(self, rank: int, placement: Placement, held: Sequence[Held] = ()) -> Held:
+        """The weights of a rank's slots under `placement`; what is `held` already is not read."""
+        layers = range(len(self._moes))
+        return Held(placement, [self._experts(n, rank, placement, held) for n in layers])
+
     def _experts(
-        self, layer: int, rank: int, placement: Placement, old: tuple[Rank, Placement] | None
+        self, layer: int, rank: int, placement: Placement, held: Sequence[Held]
     ) -> Experts:
-        wanted, moe = placement.layers[layer][rank], self._moes[layer]
-        if wanted == tuple(range(moe.num_experts)):
-            return moe.gate_up_proj.detach(), moe.down_proj.detach()
-        if old is None:
-            return expert_shard(moe, wanted, {})
-        held, (gate_up, down) = old[1].layers[layer][rank], old[0].experts[layer]
-        if held == wanted:
-            return gate_up, down
-        return expert_shard(moe, wanted, {e: (gate_up[s], down[s]) for s, e in enumerate(held)})
+        wanted = placement.layers[layer][rank]
+        have: dict[int, Experts] = {}
+        for one in held:
+            slots, (gate_up, down) = one.placement.layers[layer][rank], one.experts[layer]
+            if slots == wanted:
+                return gate_up, down
+            have.update((e, (gate_up[s], down[s])) for s, e in enumerate(slots))
+        return expert_shard(partial(self._source.read, layer), wanted, have)
 
     def _replicas(self, placement: Placement) -> list[ReplicaTable]:
         if self._tables[0] is not placement:

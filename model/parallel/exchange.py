@@ -76,9 +76,12 @@ class WireBytes:
     def add(self, peer: int, kind: str, message: Message) -> None:
         """Count a message."""
         if message:
-            size = sum(tensor.nbytes for tensor in message)
-            self._sent[peer, kind] += size
-            self.all += size
+            self.count(peer, kind, sum(tensor.nbytes for tensor in message))
+
+    def count(self, peer: int, kind: str, size: int) -> None:
+        """Count `size` bytes."""
+        self._sent[peer, kind] += size
+        self.all += size
 
     def by_peer(self, kind: str | None = None) -> dict[int, int]:
         """Bytes to each peer, of all kinds or one."""

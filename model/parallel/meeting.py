@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -65,6 +66,7 @@ class Meeting:
         self._at: dict[int, int] = {}
         """The step that a rank has sent a message of since its last word."""
         self._owes = False
+        self._losses: Counter[int] = Counter()
         hello = Hello(place.group, len(place.addresses), place.rank, digest)
         events = Events(self._connected, self._word, self._learn, self._message, self._lost)
         self._links = Links(hello, place.addresses, events, place.silence_s)
@@ -118,6 +120,11 @@ class Meeting:
     def sent_bytes(self) -> int:
         """To other ranks, in messages."""
         return self._links.sent_bytes
+
+    def losses(self, rank: int) -> int:
+        """How often the connection to a rank has ended."""
+        with self.changed:
+            return self._losses[rank]
 
     def tell(self, ranks: Sequence[int], plan: Plan) -> None:
         """Makes a plan known to others."""
@@ -192,6 +199,7 @@ class Meeting:
     def _lost(self, rank: int, why: str) -> None:
         with self.changed:
             self._assembly.lost(rank)
+            self._losses[rank] += 1
             self._messages = {k: m for k, m in self._messages.items() if k[0] != rank}
             self._at.pop(rank, None)
             self.changed.notify_all()
@@ -214,6 +222,7 @@ class Meeting:
             plan = msgspec.msgpack.decode(header, type=Plan)
             with self.changed:
                 self._plans.learn(plan)
+                self.changed.notify_all()
         except (msgspec.DecodeError, ConfigError) as error:
             event(log, "plan_refused", logging.WARNING, rank=rank, error=error)
 

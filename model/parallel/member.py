@@ -22,17 +22,21 @@ from torch import Tensor
 from pdmesh.model.batch import Batch, Form
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.expert_source import ExpertSource
 from pdmesh.model.parallel.assembly import Agreed, Kind
 from pdmesh.model.parallel.balancer import BalanceRule
 from pdmesh.model.parallel.building import RankBuilder
 from pdmesh.model.parallel.exchange import Channel
 from pdmesh.model.parallel.groups import Groups
+from pdmesh.model.parallel.holding import Holding
 from pdmesh.model.parallel.meeting import LOAD, Meeting, Place
 from pdmesh.model.parallel.placement import Placement
 from pdmesh.model.parallel.plans import Plan, Plans
 from pdmesh.model.parallel.rank import Rank
 from pdmesh.model.parallel.schedule import choose_mode, plan_schedule
 from pdmesh.model.parallel.step import RankBatch, begin, first_rows, mtp_rows, walk
+from pdmesh.model.parallel.team import Rows, Team
+from pdmesh.model.parallel.timeline import Timeline
 from pdmesh.model.parallel.virtual import Settings
 from pdmesh.wire.errors import Unavailable, WorkerLost
 from pdmesh.wire.logs import event
@@ -58,20 +62,23 @@ class _Call:
     """The last layer that ``on_layer`` was told of: a step computed again tells it once only."""
 
     @property
-    def over(self) -> bool:
-        return self.result is not None or self.error is not None
+    def rows(self) -> Rows:
+        return Rows(self.batch, self.latents, self.form, self.previous)
 
 
 class Member:
     """See the module. ``start`` connects; ``close`` leaves the group.
 
     Args:
-        model: the whole one; shards are cut from it.
+        model: the whole one, or one without routed experts; shards are cut from it.
         place: where this rank stands.
         placement: of the experts at first; by default one copy each, in order.
         rule: when to place them anew; None: never.
         settings: how the ranks compute; the same on all of them.
         digest: of what else has to be the same everywhere, such as the page format.
+        source: where routed experts are read from; by default the model, which has them all.
+        tp: consecutive ranks that share a batch; the first of them is called, the others follow.
+        timeline: records this rank's stages, and its waits for other ranks.
 
     Raises:
         ConfigError: the group does not fit the model.
@@ -85,6 +92,9 @@ class Member:
         settings: Settings = Settings(),  # noqa: B008 - it is immutable
         digest: str = "",
         rule: BalanceRule | None = None,
+        source: ExpertSource | None = None,
+        tp: int = 1,
+        timeline: Timeline | None = None,
     ) -> None:
         self.place = place
         self.settings = settings
@@ -93,15 +103,15 @@ class Member:
         self.repeated = 0
         """Of them, those that ended with the loss of a rank."""
         self._model = model
-        groups = Groups(len(place.addresses))
-        self._builder = RankBuilder(model, groups, settings.arithmetic, settings.wire)
+        groups = Groups(len(place.addresses), tp, ranks_per_host=len(place.addresses))
+        self._builder = RankBuilder(model, groups, settings.arithmetic, settings.wire, source)
         first = self._builder.placement(placement)
         self._plans = Plans(place.rank, groups.ep, first, rule)
-        self.plan = 0
-        """The placement of experts that the last step used."""
         self._meeting = Meeting(place, self._plans, digest)
+        self._team = Team(groups, self._meeting, self._meeting.losses)
+        self._timeline = timeline
+        self._holding = Holding(self._builder, self._plans, self._meeting, self._team, timeline)
         self._calls: list[_Call] = []
-        self._built: tuple[tuple[int, ...], int, Placement, Rank] | None = None
         self._thread = threading.Thread(target=self._run, name="ep-steps", daemon=True)
         self._ended: Future[None] = Future()
 
@@ -123,6 +133,7 @@ class Member:
 
         Raises:
             Unavailable: the group has been left.
+            ValueError: this rank follows another, which is the one to call.
         """
         return self._call(_Call("forward", batch, latents, form, on_layer=on_layer))
 
@@ -145,6 +156,8 @@ class Member:
         return self._model.mtp_logits(hidden)
 
     def _call(self, call: _Call) -> Tensor:
+        if not self._team.leads:
+            raise ValueError(f"rank {self.place.rank} follows rank {self._team.ranks[0]}")
         with self._meeting.changed:
             if self._meeting.closed:
                 raise Unavailable("this rank has left its expert-parallel group")
@@ -166,14 +179,26 @@ class Member:
         Raises:
             ConfigError: as ``Meeting.start``.
         """
+        self._holding.read_first()
         self._meeting.start(within_s)
         self._thread.start()
+        threading.Thread(target=self._holding.run, name="ep-experts", daemon=True).start()
+
+    def keep_heads(self) -> None:
+        """Before `start`: frees the heads of the model that this rank, a follower, lacks."""
+        assert not self._team.leads
+        self._builder.keep_heads(self.place.rank)
 
     def close(self) -> None:
         """Leaves the group; calls that wait fail. Idempotent."""
         self._meeting.close()
         if self._thread.is_alive():
             self._thread.join(10)
+
+    @property
+    def plan(self) -> int:
+        """The placement of experts that the last step used."""
+        return self._holding.plan
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -190,6 +215,7 @@ class Member:
             repeated=self.repeated,
             sent_bytes=self._meeting.sent_bytes,
             plan=self.plan,
+            heads=tuple(self._team.ranks) if self._team.whole(self.members) else (),
         )
 
     async def ended(self) -> None:
@@ -237,13 +263,17 @@ class Member:
         except WorkerLost as lost:
             self.repeated += 1
             self._meeting.owe()
+            if call is not None:
+                self._team.failed(call.rows)
             event(log, "step_ended_early", logging.WARNING, step=agreed.step, reason=lost)
             return
         except Exception as error:  # noqa: BLE001 - it is raised where the call was made
             self._meeting.owe()
-            if call is None:
-                raise
-            call.error = error
+            if call is not None:
+                self._team.failed(call.rows)
+                call.error = error
+            elif self._team.leads or not isinstance(error, ValueError):
+                raise  # else it is about the leader's rows, and the leader's call fails by it
         else:
             if call is not None:
                 call.result = result
@@ -253,22 +283,29 @@ class Member:
                 self._meeting.changed.notify_all()
 
     def _compute(self, agreed: Agreed, call: _Call | None) -> Tensor | None:
-        rank = self._rank_among(agreed.members, agreed.plan)
+        rank = self._holding.rank_among(agreed.members, agreed.plan)
         model, count = self._model, len(self._model.layers)
         main = agreed.kind == "forward"
         numbers = range(count) if main else range(count, count + 1)
         mode = choose_mode(self.settings.mode, agreed.most_rows, self.settings.threshold)
         schedule = plan_schedule([(n, self._builder.routed(n)) for n in numbers], mode)
         item: RankBatch | None = None
-        rows: Tensor | None = None
+        first: Tensor | None = None
+        rows = None if call is None else call.rows
         if call is not None:
-            item = RankBatch(call.batch, (call.latents,), call.form, _once(call))
-            if call.previous is None:
-                rows = first_rows(model, item)
+            model.check_pool(call.latents)
+        rows = self._team.share(agreed.step, agreed.members, rows)
+        if rows is not None:
+            tell = None if call is None else _once(call)
+            item = RankBatch(rows.batch, (rows.latents,), rows.form, tell)
+            if rows.previous is None:
+                first = first_rows(model, item)
             else:
-                rows = mtp_rows(model, item, call.previous)
-        work = begin(model, agreed.step, mode, item, rows, first_key=0 if main else 1)
-        result = walk(rank, schedule, work)
+                first = mtp_rows(model, item, rows.previous)
+        work = begin(model, agreed.step, mode, item, first, first_key=0 if main else 1)
+        result = walk(rank, schedule, work, self._timeline, self.place.rank)
+        if rows is not None and self._team.whole(agreed.members):
+            self._team.computed(rows, numbers)
         if self.steps % LOAD_STEPS == 0:
             self._balance(agreed, rank)
         return None if call is None else result
@@ -284,25 +321,10 @@ class Member:
             made: list[Plan] = []
             with self._meeting.changed:
                 self._plans.lead(agreed.plan, made.append)
+                self._meeting.changed.notify_all()
             for plan in made:
                 event(log, "experts_planned", plan=plan.number)
                 self._meeting.tell(others, plan)
-
-    def _rank_among(self, members: tuple[int, ...], plan: int) -> Rank:
-        """This rank's shard while these work together by this plan."""
-        built = self._built
-        if built is not None and built[:2] == (members, plan):
-            return built[3]
-        with self._meeting.changed:
-            placement = self._plans.placement(plan)
-        gone = set(range(placement.num_ranks)) - set(members)
-        placement = placement.without(gone) if gone else placement
-        old = None if built is None else (built[3], built[2])
-        rank = self._builder.build(members, placement, self._meeting, old)
-        if built is not None:
-            event(log, "experts_placed", members=",".join(map(str, members)), plan=plan)
-        self._built, self.plan = (members, plan, placement, rank), plan
-        return rank
 
     def _fail_all(self, error: BaseException) -> None:
         with self._meeting.changed:

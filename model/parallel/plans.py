@@ -38,20 +38,36 @@ class Plans:
         rank, size: its number, and how many there are.
         first: plan 0, which every rank has from the start.
         rule: when to make another; None makes none.
+
+    Attributes:
+        deferred: a plan counts as known only once it is `prepared`: then this rank holds the
+            weights that it takes, and nobody waits while they are read.
     """
 
     def __init__(self, rank: int, size: int, first: Placement, rule: BalanceRule | None) -> None:
+        self.deferred = False
         self._rank = rank
         self._size = size
         self._known = {0: first}
+        self._waiting: set[int] = set()
         self._rule = rule
         self._balancer: tuple[int, Balancer] | None = None
         self._rows = self._none()
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Of the plans that are known."""
-        return tuple(self._known)
+        """Of the plans that are known, and prepared."""
+        return tuple(number for number in self._known if number not in self._waiting)
+
+    @property
+    def waiting(self) -> int | None:
+        """The newest plan, if it is still to be prepared; those before it need not be any more."""
+        newest = max(self._known)
+        return newest if newest in self._waiting else None
+
+    def prepared(self, number: int) -> None:
+        """This plan can be used."""
+        self._waiting.discard(number)
 
     @property
     def told(self) -> tuple[Plan, ...]:
@@ -107,9 +123,12 @@ class Plans:
         tell(Plan(number, proposal.num_experts, proposal.layers))
 
     def _keep(self, number: int, placement: Placement) -> None:
+        if self.deferred and number not in self._known:
+            self._waiting.add(number)
         self._known[number] = placement
         for old in sorted(self._known)[1:-KEPT]:
             del self._known[old]
+            self._waiting.discard(old)
 
     def _none(self) -> NDArray[np.int64]:
         first = self._known[0]

@@ -16,11 +16,12 @@ from torch import Tensor
 from pdmesh.kernels.linear import linear, pad_rows
 from pdmesh.kernels.norm import rms_norm
 from pdmesh.model.context import StepContext
+from pdmesh.model.expert_source import Experts
 from pdmesh.model.moe import Mlp, Moe
 from pdmesh.model.parallel.exchange import Channel, CombineHandle, DispatchHandle, ExpertParallel
 from pdmesh.model.parallel.load import ExpertLoad
 from pdmesh.model.parallel.schedule import WHOLE, Item, Stage
-from pdmesh.model.parallel.shards import Experts, LayerShard
+from pdmesh.model.parallel.shards import LayerShard
 from pdmesh.model.parallel.tensor import TensorParallel
 
 _T = TypeVar("_T")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pdmesh.model.computing import ComputingModel
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.device.model import DeviceModel
+from pdmesh.model.expert_source import StoredExperts
 from pdmesh.model.moe import Moe
 from pdmesh.model.parallel.balancer import BalanceRule
 from pdmesh.model.parallel.groups import Groups
@@ -18,10 +22,10 @@ from pdmesh.model.parallel.spread import SpreadModel
 from pdmesh.model.parallel.virtual import Settings, VirtualRanks
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import PageFormat
+from pdmesh.wire.logs import event
 from pdmesh.wire.messages import RankStatus
 
-MICROBATCH_ROWS = 64
-"""Rows of the largest batch from which on ranks compute in two microbatches."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class Ranks:
         redundant: copies of experts besides the first one of each, in every layer.
         rebalance: place experts anew when the load has changed.
         virtual: ranks in the worker's own process; 1: it is one.
+        tp: consecutive ranks that share a batch's attention heads.
+        path: the checkpoint that experts are read from, where the model was loaded without them.
+        microbatch_rows: rows of the largest batch from which on ranks compute in two microbatches.
     """
 
     rank: int
@@ -45,10 +52,18 @@ class Ranks:
     redundant: int = 0
     rebalance: bool = True
     virtual: int = 1
+    tp: int = 1
+    path: Path | None = None
+    microbatch_rows: int = 64
+
+    @property
+    def follows(self) -> bool:
+        """Whether this rank has no request of its own, and computes with the one that leads it."""
+        return self.rank % self.tp != 0
 
 
 async def join_ranks(
-    model: DeepseekV3, fmt: PageFormat, ranks: Ranks, within_s: float = 120.0
+    model: DeepseekV3 | DeviceModel, fmt: PageFormat, ranks: Ranks, within_s: float = 120.0
 ) -> tuple[ComputingModel, Member | None]:
     """What the worker calls, and its rank among other processes; returns once all are there.
 
@@ -56,6 +71,10 @@ async def join_ranks(
         ConfigError: the group does not fit the model, a rank belongs to another group or model, or
             nobody else came within ``within_s`` seconds.
     """
+    if isinstance(model, DeviceModel):
+        if ranks.virtual > 1 or len(ranks.addresses) > 1:
+            raise ConfigError("ranks that share experts compute in plain precision, not in fp8")
+        return model, None
     if ranks.virtual > 1:
         return _virtual(model, fmt, ranks), None
     if len(ranks.addresses) < 2:
@@ -66,13 +85,16 @@ async def join_ranks(
             f"it must be 0 to {len(ranks.addresses) - 1}"
         )
     place = Place(ranks.rank, tuple(ranks.addresses), ranks.group, ranks.silence_s)
-    settings = Settings(fmt.arithmetic, mode="auto", threshold=MICROBATCH_ROWS)
+    settings = Settings(fmt.arithmetic, mode="auto", threshold=ranks.microbatch_rows)
     experts = model.config.n_routed_experts
     layers = sum(isinstance(block.mlp, Moe) for block in model.blocks())
     placement = first_placement(layers, experts, len(place.addresses), ranks.redundant)
     rule = BalanceRule(experts + ranks.redundant) if ranks.rebalance else None
-    digest = f"{fmt.fingerprint().hex()} {ranks.redundant}"
-    member = Member(model, place, placement, settings, digest, rule)
+    digest = f"{fmt.fingerprint().hex()} {ranks.redundant} {ranks.tp} {ranks.microbatch_rows}"
+    source = None if ranks.path is None else StoredExperts(ranks.path, model)
+    member = Member(model, place, placement, settings, digest, rule, source, ranks.tp)
+    if ranks.follows:
+        member.keep_heads()
     await asyncio.to_thread(member.start, within_s)
     return member, member
 
@@ -85,6 +107,25 @@ def _virtual(model: DeepseekV3, fmt: PageFormat, ranks: Ranks) -> SpreadModel:
         )
     settings = Settings(fmt.arithmetic, mode="microbatch")
     return SpreadModel(model, VirtualRanks(model, Groups(ranks.virtual), settings=settings))
+
+
+async def follow(
+    model: DeepseekV3 | DeviceModel, fmt: PageFormat, ranks: Ranks, worker_id: str
+) -> None:
+    """A worker that has no request of its own: computes with its leader until it is cancelled.
+
+    Raises:
+        ConfigError: as `join_ranks`.
+        Exception: what ended its steps.
+    """
+    _, member = await join_ranks(model, fmt, ranks)
+    assert member is not None
+    leader = ranks.rank - ranks.rank % ranks.tp
+    event(log, "following", worker=worker_id, rank=ranks.rank, leader=leader)
+    try:
+        await member.ended()
+    finally:
+        await asyncio.to_thread(member.close)
 
 
 def rank_status(called: ComputingModel) -> RankStatus | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +11,10 @@ from torch import Tensor, nn
 
 from pdmesh.model.block import Block
 from pdmesh.model.config import ModelConfig
+from pdmesh.model.expert_source import Experts
 from pdmesh.model.mla import Mla
 from pdmesh.model.moe import Mlp, Moe
 from pdmesh.wire.hashes import Arithmetic
-
-Experts = tuple[Tensor, Tensor]
-"""gate_up [slots, 2 i, h] and down [slots, h, i] of a rank's slots in one MoE layer."""
 
 
 @dataclass(frozen=True)
@@ -99,16 +98,39 @@ def layer_shard(
     )
 
 
-def expert_shard(moe: Moe, experts: tuple[int, ...], old: dict[int, Experts]) -> Experts:
-    """The weights of `experts`, one a slot; those in `old` (one expert each) are not read again."""
-    index = [e for e in experts if e not in old]
-    fresh = dict(zip(index, moe.gate_up_proj.detach()[index], strict=True))
-    below = dict(zip(index, moe.down_proj.detach()[index], strict=True))
-    if not experts:
-        return moe.gate_up_proj.detach()[:0], moe.down_proj.detach()[:0]
-    gate_up = [old[e][0] if e in old else fresh[e] for e in experts]
-    down = [old[e][1] if e in old else below[e] for e in experts]
-    return torch.stack(gate_up), torch.stack(down)
+def keep_heads(block: Block, shard: LayerShard) -> None:
+    """Frees the heads of `block` that `shard` lacks, which then has its own weights.
+
+    The block cannot compute any more.
+    """
+    whole, own = block.self_attn, shard.attention
+    if own is whole:
+        return
+    queries = "q_proj" if whole.q_rank is None else "q_b_proj"
+    _move(getattr(whole, queries), getattr(own, queries), "weight")
+    for name in ("k_b_proj", "v_b_proj"):
+        _move(whole, own, name)
+    if shard.o_weight.data_ptr() != whole.o_proj.weight.data_ptr():  # columns of their own
+        whole.o_proj.weight = _frozen(whole.o_proj.weight[:0].clone())
+
+
+def _move(whole: nn.Module, own: nn.Module, name: str) -> None:
+    """A part of a weight to its own memory, and the rest of it out of memory."""
+    setattr(own, name, _frozen(getattr(own, name).clone()))
+    setattr(whole, name, _frozen(getattr(whole, name)[:0].clone()))
+
+
+def expert_shard(
+    read: Callable[[Sequence[int]], Experts], wanted: Sequence[int], old: Mapping[int, Experts]
+) -> Experts:
+    """The weights of `wanted`, one a slot; those in `old` (one expert each) are not read again."""
+    lacking = sorted(set(wanted) - set(old))
+    if not set(wanted) & set(old):
+        return read(wanted)
+    gate_up, down = read(lacking)
+    have = {e: (gate_up[i], down[i]) for i, e in enumerate(lacking)}
+    found = [have.get(e) or old[e] for e in wanted]
+    return torch.stack([one[0] for one in found]), torch.stack([one[1] for one in found])
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

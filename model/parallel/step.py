@@ -15,6 +15,7 @@ from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.parallel.microbatch import split_batch
 from pdmesh.model.parallel.rank import Flow, Rank, Work
 from pdmesh.model.parallel.schedule import WHOLE, Item, Mode
+from pdmesh.model.parallel.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,24 @@ def begin(
     return Work(number, whole, halves, item.on_layer if last else None)
 
 
-def walk(rank: Rank, schedule: Sequence[Item], work: Work) -> Tensor:
+def walk(
+    rank: Rank,
+    schedule: Sequence[Item],
+    work: Work,
+    timeline: Timeline | None = None,
+    number: int = 0,
+) -> Tensor:
     """Run a whole schedule on a rank whose transport waits by itself: [T, hidden].
+
+    Stages are put on `timeline` as those of rank `number`, their waits for others included.
 
     Raises:
         RankLost: another rank did not send what this one needs.
     """
     for item in schedule:
+        began = 0.0 if timeline is None else timeline.now()
         for _ in rank.run(item, work):
             pass
+        if timeline is not None:
+            timeline.add(number, item, began)
     return work.result()

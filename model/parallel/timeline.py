@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pdmesh.model.parallel.exchange import Channel, Message, Transport
 from pdmesh.model.parallel.schedule import WHOLE, Item, Stage
 
 
@@ -42,6 +43,38 @@ class Timeline:
                 self.now() * 1e6,
             )
         )
+
+    def waited(self, rank: int, channel: Channel, began: float) -> None:
+        """A rank waited for a message from `began` until now."""
+        self.events.append(
+            Event(
+                rank,
+                "waits",
+                channel.kind,
+                channel.microbatch,
+                channel.layer,
+                began * 1e6,
+                self.now() * 1e6,
+            )
+        )
+
+
+class TimedTransport:
+    """A transport whose waits for other ranks are events."""
+
+    def __init__(self, transport: Transport, timeline: Timeline) -> None:
+        self._transport = transport
+        self._timeline = timeline
+        self.rank = transport.rank
+        self.post = transport.post
+
+    def take(self, source: int, channel: Channel) -> Message:
+        """See `Transport`."""
+        began = self._timeline.now()
+        try:
+            return self._transport.take(source, channel)
+        finally:
+            self._timeline.waited(self.rank, channel, began)
 
 
 def chrome_trace(events: Sequence[Event], names: Mapping[int, str] | None = None) -> str:

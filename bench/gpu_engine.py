@@ -1,0 +1,221 @@
+"""Steps of a full-width DeepSeek-V3 with random weights on one GPU: graphs, host overhead, prompts.
+
+    python -P bench/gpu_engine.py --layers 8 --batch 64 128
+
+Prints one line a measurement and writes them to $OUT/gpu_engine.json where OUT is set. A decode
+step has two rows a sequence over `--keys` keys; "graph" is the device's time of a replay, "step"
+the wall time of `DeviceModel.forward` from the rows' positions to hidden states that the host has
+waited for; what is left of the step beside the graph is the host's share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from pdmesh.decode.drafter import SequenceRows
+from pdmesh.decode.runner import DecodeRunner
+from pdmesh.model.batch import Batch, SequenceSlice
+from pdmesh.model.device.building import build_weights
+from pdmesh.model.device.full_width import full_width
+from pdmesh.model.device.model import DeviceModel
+from pdmesh.model.device.padding import padded
+from pdmesh.model.device.sources import RandomSource
+from pdmesh.model.sampling_state import SamplingState
+from pdmesh.wire.sampling import SamplingParams
+
+PAGE = 64
+
+
+def event_times(call: Callable[[], object], count: int) -> list[float]:
+    """Milliseconds of each of `count` calls on the device."""
+    times = []
+    for _ in range(count):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return times
+
+
+def wall_times(call: Callable[[], object], count: int) -> list[float]:
+    """Milliseconds of each of `count` calls until the device has done them."""
+    times = []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+def shares(call: Callable[[], object], most: int = 16) -> list[tuple[str, int, float]]:
+    """What a call does on the device: (kernel, launches, milliseconds in all), longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    rows = [(e.key[:70], e.count, e.self_device_time_total / 1e3) for e in profile.key_averages()]
+    return sorted(rows, key=lambda row: -row[2])[:most]
+
+
+def decode_batch(count: int, keys: int, rows: int, shift: int = 0) -> Batch:
+    """`count` sequences of `keys` keys, the last `rows` of which are computed."""
+    pages = -(-(keys + 1) // PAGE)
+    slices = [
+        SequenceSlice(
+            tuple(range(i * pages, (i + 1) * pages)), keys - rows - shift, keys - shift, keys - rows
+        )
+        for i in range(count)
+    ]
+    return Batch.build(slices, [[5 + i] * rows for i in range(count)], PAGE, "cuda")
+
+
+def measure_decode(
+    model: DeviceModel, pool: Tensor, count: int, keys: int, rows: int, profiled: bool = False
+) -> dict:
+    batch = decode_batch(count, keys, rows)
+    graphs = model._graphs_for(batch, "absorbed", pool, 0)  # noqa: SLF001
+    assert graphs is not None
+    model.forward(batch, pool, "absorbed")
+    replay, _ = graphs._graphs[padded(batch, batch.host_tokens, rows, graphs.sizes, 1).size]  # noqa: SLF001
+
+    def step() -> Tensor:
+        return model.forward(decode_batch(count, keys, rows), pool, "absorbed")
+
+    for _ in range(3):
+        step()
+    graph = statistics.median(event_times(replay, 10))
+    whole = statistics.median(wall_times(step, 10))
+    if profiled:
+        for name, launches, ms in shares(replay):
+            print(f"    {ms:8.3f} ms {launches:5} x {name}")
+    began = time.perf_counter()
+    for _ in range(20):
+        decode_batch(count, keys, rows)
+    building = (time.perf_counter() - began) / 20 * 1e3
+    return {
+        "what": "decode",
+        "batch": count,
+        "rows": rows,
+        "keys": keys,
+        "graph_ms": round(graph, 3),
+        "step_ms": round(whole, 3),
+        "host_share": round((whole - graph) / whole, 4),
+        "batch_building_ms": round(building, 3),
+        "layer_us": round(graph * 1e3 / model.config.num_hidden_layers, 1),
+    }
+
+
+def measure_runner(model: DeviceModel, pool: Tensor, count: int, keys: int) -> dict:
+    """Whole steps of a decode worker: batch, graph, logits, greedy choice; one row a sequence."""
+    pages = -(-(keys + 1) // PAGE)
+    params = SamplingParams(temperature=0.0)
+    sequences = [
+        SequenceRows(
+            [7] * keys,
+            tuple(range(i * pages, (i + 1) * pages)),
+            keys - 1,
+            SamplingState(params, [7]),
+            100,
+            None,
+        )
+        for i in range(count)
+    ]
+    runner = DecodeRunner(model, SimpleNamespace(tensor=pool), PAGE, draft_tokens=0)
+    step = lambda: runner.step(sequences)  # noqa: E731
+    for _ in range(3):
+        step()
+    batch = decode_batch(count, keys, 1)
+    graphs = model._graphs_for(batch, "absorbed", pool, 0)
+    replay, _ = graphs._graphs[padded(batch, batch.host_tokens, 1, graphs.sizes, 1).size]
+    hidden = torch.zeros(count, model.config.hidden_size, dtype=torch.bfloat16, device="cuda")
+    graph = statistics.median(event_times(replay, 10))
+    head = statistics.median(event_times(lambda: model.logits(hidden).argmax(-1), 10))
+    whole = statistics.median(wall_times(step, 10))
+    return {
+        "what": "decode worker's step",
+        "batch": count,
+        "rows": 1,
+        "graph_ms": round(graph, 3),
+        "head_ms": round(head, 3),
+        "step_ms": round(whole, 3),
+        "host_share": round((whole - graph - head) / whole, 4),
+        "tokens_per_s": round(count / whole * 1e3),
+    }
+
+
+def measure_prefill(model: DeviceModel, pool: Tensor, tokens: int) -> dict:
+    table = tuple(range(-(-tokens // PAGE)))
+    batch = Batch.build([SequenceSlice(table, 0, tokens, 0)], [[7] * tokens], PAGE, "cuda")
+    values = torch.randint(0, model.config.vocab_size, (tokens,), device="cuda")
+    batch.padded_tokens[:tokens] = values
+    call = lambda: model.forward(batch, pool, "mha")  # noqa: E731
+    call()
+    ms = statistics.median(wall_times(call, 5))
+    per_second = tokens / ms * 1e3
+    return {
+        "what": "prefill",
+        "tokens": tokens,
+        "ms": round(ms, 2),
+        "tokens_per_s_of_these_layers": round(per_second),
+        "layer_ms": round(ms / model.config.num_hidden_layers, 3),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--keys", type=int, default=5000)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--prompt", type=int, nargs="*", default=[4096])
+    parser.add_argument("--experts", type=int, default=256, help="fewer: as one rank has them")
+    parser.add_argument("--profile", action="store_true", help="kernels of a replay")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    config = full_width(options.layers, options.experts)
+    device = torch.device("cuda")
+    began = time.perf_counter()
+    weights = build_weights(config, RandomSource(device), device, mtp=False)
+    model = DeviceModel(config, weights)
+    torch.cuda.synchronize()
+    print(
+        f"weights {torch.cuda.memory_allocated() / 1e9:.1f} GB, {time.perf_counter() - began:.1f} s"
+    )
+    print("\n".join(model.ops.describe()))
+    pages = max(options.batch) * -(-(options.keys + 1) // PAGE)
+    pool = model.new_latents(pages, PAGE)
+    pool.normal_()
+    model.capture_sizes(pool, {1, options.rows}, sorted(options.batch))
+    results = [
+        measure_decode(model, pool, count, options.keys, options.rows, options.profile)
+        for count in options.batch
+    ]
+    for result in results:
+        print(json.dumps(result), flush=True)
+    for count in options.batch:
+        results.append(measure_runner(model, pool, count, options.keys))
+        print(json.dumps(results[-1]), flush=True)
+    for tokens in options.prompt:
+        results.append(measure_prefill(model, pool, tokens))
+        print(json.dumps(results[-1]), flush=True)
+    print(f"peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
+    if out := os.environ.get("OUT"):
+        Path(out, "gpu_engine.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Which decode steps a worker captures before it takes any work."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pdmesh.decode.config import DecodeConfig
+from pdmesh.decode.runner import AUTO, most_drafts
+from pdmesh.model.device.model import DeviceModel
+
+
+def captured_rows(draft_tokens: int, mtp: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Rows a sequence of the main model's graphs, and of the MTP layer's.
+
+    A step has a row more than drafts; as many MTP rows may be pending. Further drafts take the MTP
+    layer again, with a row each. Where drafts are chosen step by step, every number is captured.
+    """
+    most = most_drafts(draft_tokens) if mtp else 0
+    rows = tuple(range(1, most + 2)) if draft_tokens == AUTO and mtp else (most + 1,)
+    if most == 0:
+        return rows, ()
+    return rows, tuple(sorted({*rows, *((1,) if most > 1 else ())}))
+
+
+def capture(model: DeviceModel, pool: Tensor, config: DecodeConfig) -> None:
+    """Captures the worker's graphs, where the device has such."""
+    if model.device.type != "cuda":
+        return
+    rows, mtp_rows = captured_rows(config.draft_tokens, model.weights.mtp is not None)
+    model.capture(pool, rows, config.max_batch, mtp_rows)

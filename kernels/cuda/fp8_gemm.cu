@@ -1,0 +1,342 @@
+// Block-scaled FP8 product y = x w^T for sm_90a: x [m, k] with one scale a row and 128 values, w
+// [n, k] with one scale a 128 x 128, y [m, n] bfloat16 (DeepSeek-V3 report, section 3.3.2).
+//
+// A cluster of SPLIT x PAIR thread blocks shares one tile of n. Its SPLIT parts sum different parts
+// of k, and add up through distributed shared memory in a fixed order. Its PAIR members hold
+// different rows of x, and the weight's tiles, which both need, are read once and multicast.
+//
+// A thread block: warps 0-3 and 4-7 multiply 64 rows each, warp 8 keeps the copy engine busy.
+//
+// Compiled with BLOCK_N, SPLIT, PAIR and STAGES defined, after common.cuh and `multiply`, one wgmma of
+// that width.
+
+constexpr int BLOCK_M = 128;
+constexpr int GROUP = 128;  // values of k with one scale, and bytes of a swizzled row
+constexpr int CLUSTER = SPLIT * PAIR;
+constexpr int MOST_STEPS = 256;
+constexpr int X_BYTES = BLOCK_M * GROUP;
+constexpr int W_BYTES = BLOCK_N * GROUP;
+constexpr int SCALE_BYTES = BLOCK_M * 4;
+constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
+constexpr int SUM_PITCH = BLOCK_N % 32 == 8 || BLOCK_N % 32 == 24 ? BLOCK_N : BLOCK_N + 8;
+constexpr int SUM_BYTES = BLOCK_M * SUM_PITCH * 4;
+constexpr int PART_ROWS = BLOCK_M / SPLIT;  // of the result, which a thread block adds up
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+constexpr int SUMS_AT = SPLIT > 1 ? RING_BYTES : 0;  // alone, it takes the ring's memory
+static_assert(RING_BYTES >= SUM_BYTES, "the sums of a tile fit");
+constexpr int SCALES_AT = RING_BYTES + (SPLIT > 1 ? SUM_BYTES : 0);
+constexpr int WEIGHT_SCALES_AT = SCALES_AT + STAGES * SCALE_BYTES;
+constexpr int BARRIERS_AT = WEIGHT_SCALES_AT + 2 * MOST_STEPS * 4;
+constexpr int SHARED_BYTES = BARRIERS_AT + (2 * STAGES + 1) * 8 + 1024;
+constexpr bool CROSSES = 128 % BLOCK_N != 0;  // a tile may lie in two blocks of weights
+constexpr int THREADS = 288;
+static_assert(BLOCK_N % 8 == 0 && BLOCK_N <= 128 + 8 && W_BYTES % 1024 == 0, "swizzled rows");
+static_assert(SHARED_BYTES <= 227 * 1024 && CLUSTER <= 8, "what a multiprocessor has");
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ uint32_t of_rank(uint32_t local, uint32_t rank) {
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
+  return remote;
+}
+
+// Nothing is to be seen through it, so no fence, which would wait for all loads and stores.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, int inner, int outer,
+                                     uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map), "r"(inner), "r"(outer), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void load_weight(uint32_t to, const CUtensorMap* map, int inner,
+                                            int outer, uint32_t barrier, uint16_t members,
+                                            uint64_t policy) {
+  if (PAIR > 1) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
+        "l"(map), "r"(inner), "r"(outer), "r"(barrier), "h"(members), "l"(policy)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(inner),
+        "r"(outer), "r"(barrier), "l"(policy)
+        : "memory");
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    fp8_gemm(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
+             const __grid_constant__ CUtensorMap scale_map, const float* __restrict__ w_scales,
+             int w_scale_row, __nv_bfloat16* __restrict__ y, int64_t y_stride, int m, int n, int k,
+             int row_bytes) {
+  extern __shared__ uint8_t raw[];
+  const uint32_t base = (address(raw) + 1023) & ~1023u;
+  uint8_t* const shared = raw + (base - address(raw));
+  float* const weight_scales = reinterpret_cast<float*>(shared + WEIGHT_SCALES_AT);
+  const uint32_t full = base + BARRIERS_AT, empty = full + STAGES * 8;
+  const uint32_t summed = empty + STAGES * 8;
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const int part = rank / PAIR, member = rank % PAIR;
+  const int tile = blockIdx.x / CLUSTER;
+  const int groups_m = (m + PAIR * BLOCK_M - 1) / (PAIR * BLOCK_M);
+  const int row0 = (tile % groups_m * PAIR + member) * BLOCK_M;
+  const int column0 = tile / groups_m * BLOCK_N;
+  const int steps = (k + GROUP - 1) / GROUP;
+  const int first = steps * part / SPLIT, count = steps * (part + 1) / SPLIT - first;
+
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (threadIdx.x == THREADS - 32) {
+    prefetch(&w_map);
+    prefetch(&x_map);
+    prefetch(&scale_map);
+    for (int s = 0; s < STAGES; ++s) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + s * 8) : "memory");
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + s * 8), "r"(8 * PAIR)
+                   : "memory");
+    }
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(summed) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(summed),
+                 "r"(BLOCK_M * BLOCK_N * 4)
+                 : "memory");
+  }
+  __syncthreads();
+  if (CLUSTER > 1) cluster_arrive();
+  if (PAIR > 1) cluster_wait();  // before a member loads into another
+
+  if (warp == 8) {
+    if (lane == 0) {
+      // Weights that pass by once need not be kept by the L2 cache: evict first, else normally.
+      const uint64_t policy = groups_m == 1 ? 0x12F0000000000000ull : 0x1000000000000000ull;
+      const uint16_t members = ((1 << PAIR) - 1) << (part * PAIR);
+      const auto expect = [&](int i) {
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                         full + i % STAGES * 8),
+                     "r"(row_bytes + W_BYTES)
+                     : "memory");
+      };
+      const auto weights = [&](int i) {
+        const int s = i % STAGES;
+        if (PAIR == 1 || i % PAIR == member)
+          load_weight(base + s * STAGE_BYTES + X_BYTES, &w_map, (first + i) * GROUP, column0,
+                      full + s * 8, members, policy);
+      };
+      const auto rows = [&](int i) {
+        const int s = i % STAGES;
+        load(base + s * STAGE_BYTES, &x_map, (first + i) * GROUP, row0, full + s * 8);
+        load(base + SCALES_AT + s * SCALE_BYTES, &scale_map, row0, first + i, full + s * 8);
+      };
+      const int ahead = min(count, STAGES);
+      for (int i = 0; i < ahead; ++i) {
+        expect(i);
+        weights(i);
+      }
+      // x is the output of the kernel before; the weights are not.
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      for (int i = 0; i < ahead; ++i) rows(i);
+      for (int i = ahead; i < count; ++i) {
+        wait(empty + i % STAGES * 8, (i / STAGES - 1) & 1);
+        expect(i);
+        weights(i);
+        rows(i);
+      }
+    }
+    __syncwarp();
+    if (PAIR > 1) cluster_arrive();
+    if (CLUSTER > 1) cluster_wait();
+    return;
+  }
+
+  const int block = column0 / 128, blocks = (n + 127) / 128;
+  const int next_block = min(block + 1, blocks - 1);
+  for (int i = threadIdx.x; i < count; i += 256) {
+    weight_scales[i] = w_scales[block * w_scale_row + first + i];
+    if (CROSSES) weight_scales[MOST_STEPS + i] = w_scales[next_block * w_scale_row + first + i];
+  }
+  asm volatile("bar.sync 1, 256;" ::: "memory");
+  const int half = warp / 4;
+  const int row = half * 64 + warp % 4 * 16 + lane / 4;  // and row + 8
+  const bool used = row0 + half * 64 < m;
+  const int boundary = CROSSES ? ((block + 1) * 128 - column0) / 8 : BLOCK_N / 8;
+  // The products have been waited for: nothing is left that a wider release would have to order.
+  const auto release = [&](uint32_t barrier) {
+    __syncwarp();
+    if (PAIR > 1 && lane < PAIR)
+      asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
+                       of_rank(barrier, part * PAIR + lane))
+                   : "memory");
+    if (PAIR == 1 && lane == 0)
+      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+  };
+  float sums[BLOCK_N / 2], product[BLOCK_N / 2];
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 2; ++i) sums[i] = 0;
+  for (int i = 0; i < count; ++i) {
+    const int s = i % STAGES;
+    wait(full + s * 8, (i / STAGES) & 1);
+    const uint32_t barrier = empty + s * 8;
+    if (!used) {
+      release(barrier);
+      continue;
+    }
+    const float* scales = reinterpret_cast<const float*>(shared + SCALES_AT + s * SCALE_BYTES);
+    const float upper = scales[row], lower = scales[row + 8];
+    const float near = weight_scales[i], far = CROSSES ? weight_scales[MOST_STEPS + i] : near;
+    const uint64_t a = descriptor(base + s * STAGE_BYTES + half * 64 * GROUP);
+    const uint64_t b = descriptor(base + s * STAGE_BYTES + X_BYTES);
+    pin(product);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int part32 = 0; part32 < 4; ++part32)
+      multiply(product, a + 2 * part32, b + 2 * part32, part32 > 0);
+    wait_products();
+    pin(product);
+    release(barrier);
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 8; ++j) {
+      const float weight = !CROSSES || j < boundary ? near : far;
+      sums[4 * j] += product[4 * j] * (upper * weight);
+      sums[4 * j + 1] += product[4 * j + 1] * (upper * weight);
+      sums[4 * j + 2] += product[4 * j + 2] * (lower * weight);
+      sums[4 * j + 3] += product[4 * j + 3] * (lower * weight);
+    }
+  }
+
+  float* const shares = reinterpret_cast<float*>(shared + SUMS_AT);
+  if (SPLIT > 1) {
+    // A warp's 16 rows go to the thread block that adds them up, beside those of the other parts.
+    if (PAIR == 1) cluster_wait();  // they have begun
+    const int to = (row - lane / 4) / PART_ROWS, rank_to = to * PAIR + member;
+    const uint32_t barrier = of_rank(summed, rank_to);
+    const int at = (part * PART_ROWS + row - to * PART_ROWS) * SUM_PITCH + lane % 4 * 2;
+    const uint32_t upper = of_rank(base + SUMS_AT + at * 4, rank_to);
+    const auto push = [&](uint32_t address, float a, float b) {
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+              address),
+          "f"(a), "f"(b), "r"(barrier)
+          : "memory");
+    };
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 8; ++j) {
+      push(upper + j * 32, sums[4 * j], sums[4 * j + 1]);
+      push(upper + j * 32 + 8 * SUM_PITCH * 4, sums[4 * j + 2], sums[4 * j + 3]);
+    }
+    wait_cluster(summed, 0);
+  } else {
+    // Every tile has arrived and been read: the ring's memory takes the sums.
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 8; ++j) {
+      float* const to = shares + row * SUM_PITCH + 8 * j + lane % 4 * 2;
+      *reinterpret_cast<float2*>(to) = make_float2(sums[4 * j], sums[4 * j + 1]);
+      *reinterpret_cast<float2*>(to + 8 * SUM_PITCH) =
+          make_float2(sums[4 * j + 2], sums[4 * j + 3]);
+    }
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+  }
+  constexpr int QUADS = BLOCK_N / 4;
+  for (int i = threadIdx.x; i < PART_ROWS * QUADS; i += 256) {
+    const int inside = i / QUADS, r = part * PART_ROWS + inside, c = i % QUADS * 4;
+    float total[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int p = 0; p < SPLIT; ++p) {
+      const float4 v = *reinterpret_cast<const float4*>(
+          shares + (p * PART_ROWS + inside) * SUM_PITCH + c);
+      total[0] += v.x, total[1] += v.y, total[2] += v.z, total[3] += v.w;
+    }
+    if (row0 + r < m && column0 + c < n) {
+      __nv_bfloat162 pair[2] = {__floats2bfloat162_rn(total[0], total[1]),
+                                __floats2bfloat162_rn(total[2], total[3])};
+      *reinterpret_cast<uint2*>(y + (row0 + r) * y_stride + column0 + c) =
+          *reinterpret_cast<uint2*>(pair);
+    }
+  }
+  // A member may still say that it has read what this thread block multicast.
+  if (PAIR > 1) {
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
+namespace {
+
+CUresult describe(CUtensorMap* map, CUtensorMapDataType type, const void* data, uint64_t inner,
+                  uint64_t outer, uint64_t stride_bytes, uint32_t box_inner, uint32_t box_outer,
+                  CUtensorMapSwizzle swizzle) {
+  const cuuint64_t sizes[2] = {inner, outer}, strides[1] = {stride_bytes};
+  const cuuint32_t box[2] = {box_inner, box_outer}, ones[2] = {1, 1};
+  return encoder()(map, type, 2, const_cast<void*>(data), sizes, strides, box, ones,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+cudaLaunchConfig_t clustered(int m, int n, cudaStream_t stream, cudaLaunchAttribute* attributes,
+                          int dependent) {
+  cudaLaunchConfig_t config = {};
+  const int groups_m = (m + PAIR * BLOCK_M - 1) / (PAIR * BLOCK_M);
+  config.gridDim = dim3(groups_m * ((n + BLOCK_N - 1) / BLOCK_N) * CLUSTER);
+  config.blockDim = dim3(THREADS);
+  config.dynamicSmemBytes = SHARED_BYTES;
+  config.stream = stream;
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = CLUSTER;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attributes;
+  config.numAttrs = dependent ? 2 : 1;
+  return config;
+}
+
+}  // namespace
+
+// 0, or a cudaError_t, or 10000 plus a CUresult. x_step: floats between two groups of x's scales.
+extern "C" int fp8_gemm_launch(const void* x, const float* x_scales, int64_t x_step, const void* w,
+                               const float* w_scales, int w_scale_row, void* y, int64_t y_stride,
+                               int m, int n, int k, int dependent, void* stream) {
+  const cudaError_t failed = prepare(reinterpret_cast<const void*>(fp8_gemm), SHARED_BYTES);
+  if (failed != cudaSuccess) return failed;
+  CUtensorMap x_map, w_map, scale_map;
+  const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  // Rows beyond m are not loaded: what lies there in shared memory reaches only results beyond m.
+  const int rows = m >= BLOCK_M ? BLOCK_M : (m + 7) / 8 * 8;
+  CUresult bad = describe(&x_map, bytes, x, k, m, k, GROUP, rows, CU_TENSOR_MAP_SWIZZLE_128B);
+  if (!bad) bad = describe(&w_map, bytes, w, k, n, k, GROUP, BLOCK_N, CU_TENSOR_MAP_SWIZZLE_128B);
+  if (!bad)
+    bad = describe(&scale_map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, x_scales, m, (k + 127) / 128,
+                   x_step * 4, rows, 1, CU_TENSOR_MAP_SWIZZLE_NONE);
+  if (bad) return 10000 + bad;
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config =
+      clustered(m, n, static_cast<cudaStream_t>(stream), attributes, dependent);
+  return cudaLaunchKernelEx(&config, fp8_gemm, x_map, w_map, scale_map, w_scales, w_scale_row,
+                            static_cast<__nv_bfloat16*>(y), y_stride, m, n, k, rows * (GROUP + 4));
+}
+
+// Clusters that run at a time, or less than 0.
+extern "C" int fp8_gemm_clusters() {
+  if (prepare(reinterpret_cast<const void*>(fp8_gemm), SHARED_BYTES) != cudaSuccess) return -1;
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = clustered(128, 128, nullptr, attributes, 0);
+  int clusters = -1;
+  return cudaOccupancyMaxActiveClusters(&clusters, fp8_gemm, &config) == cudaSuccess ? clusters : -1;
+}

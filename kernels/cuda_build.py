@@ -1,0 +1,112 @@
+"""Compiles this package's CUDA C++ for sm_90a with nvcc, when a kernel is first used.
+
+Libraries are kept in $PDMESH_KERNEL_CACHE (default ~/.cache/pdmesh/kernels), one a source text.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent / "cuda"
+BUILD_TIMEOUT_S = 300
+
+
+def nvcc() -> str | None:
+    """The compiler's path: of $CUDA_HOME, where CUDA is usually put, or of PATH."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    for place in filter(None, (home, "/usr/local/cuda")):
+        path = Path(place) / "bin" / "nvcc"
+        if path.exists():
+            return str(path)
+    return shutil.which("nvcc")
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why CUDA C++ cannot be used here, in a sentence; None if it can."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "the CUDA C++ kernels are written for capability 9.0"
+    if nvcc() is None:
+        return "nvcc, which compiles the CUDA C++ kernels, was not found"
+    return None
+
+
+def instruction(columns: int, kind: str) -> str:
+    """C++ of `multiply`: one wgmma of 64 rows and so many columns, added to d if `add`.
+
+    Args:
+        kind: "e4m3" (32 values deep) or "bf16" (16 deep), sums in float32.
+    """
+    count = columns // 2
+    depth, layout = (32, "") if kind == "e4m3" else (16, ", 0, 0")
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return f"""
+__device__ __forceinline__ void multiply(float (&d)[{count}], unsigned long long a,
+                                         unsigned long long b, int add) {{
+  asm volatile(
+      "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+      "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{kind}.{kind} "
+      "{{{registers}}}, %{count}, %{count + 1}, p, 1, 1{layout};\\n}}"
+      : {outputs}
+      : "l"(a), "l"(b), "r"(add));
+}}
+"""
+
+
+def unit(name: str, columns: int, kind: str, constants: Mapping[str, int]) -> str:
+    """A whole translation unit: constants, common parts, `multiply`, and the source `name`.cu."""
+    defines = "".join(f"#define {key} {value}\n" for key, value in constants.items())
+    parts = [defines, (SOURCES / "common.cuh").read_text(), instruction(columns, kind)]
+    return "\n".join([*parts, (SOURCES / f"{name}.cu").read_text()])
+
+
+def build(text: str, folder: Path, compiler: str) -> Path:
+    """Compiles the text into a library of the folder if it is not there yet.
+
+    Raises:
+        RuntimeError: the compiler's message.
+    """
+    library = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        source, made = Path(scratch) / "unit.cu", Path(scratch) / "made.so"
+        source.write_text(text)
+        command = [compiler, "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC"]
+        command += ["-gencode=arch=compute_90a,code=sm_90a", "-o", str(made), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+        if done.returncode:
+            raise RuntimeError(f"nvcc: {done.stderr[-2000:]}")
+        made.replace(library)  # whole or not at all, though several processes build it
+    return library
+
+
+def cache_folder() -> Path:
+    given = os.environ.get("PDMESH_KERNEL_CACHE")
+    return Path(given) if given else Path.home() / ".cache" / "pdmesh" / "kernels"
+
+
+def loaded(text: str) -> ctypes.CDLL:
+    """The library of a translation unit, compiled now if need be.
+
+    Raises:
+        RuntimeError: there is no compiler, or what it says.
+    """
+    compiler = nvcc()
+    if compiler is None:
+        raise RuntimeError("nvcc was not found")
+    return ctypes.CDLL(str(build(text, cache_folder(), compiler)))

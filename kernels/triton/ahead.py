@@ -1,0 +1,68 @@
+"""Compiles the kernels of this package for sm_90 on a machine that needs no device.
+
+    python -P -m pdmesh.kernels.triton.ahead      (without TRITON_INTERPRET)
+
+prints a line of JSON for each entry of the catalogue: name, bytes of shared memory, seconds; or
+`error` where it does not compile. Triton keeps what it compiled in its cache.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from typing import Any
+
+from pdmesh.kernels.triton.catalogue import ENTRIES, Entry
+
+SHARED_LIMIT = 227 * 1024
+"""Bytes of shared memory that a program can have on sm_90 (CUDA C++ programming guide, table of
+compute capabilities)."""
+CAPABILITY = 90
+
+
+def compiled(entry: Entry) -> dict[str, Any]:
+    """Compiles for sm_90: name, shared (bytes), seconds.
+
+    Raises:
+        ValueError: `types` and `constants` are not the kernel's arguments.
+    """
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(f"{__package__}.{entry.module}"), entry.kernel)
+    types = entry.types.split()
+    names = list(kernel.arg_names)
+    plain = [name for name in names if name not in entry.constants]
+    if len(plain) != len(types) or set(entry.constants) - set(names):
+        raise ValueError(f"{entry.name}: {len(types)} types and constants for {names}")
+    given = dict(zip(plain, types, strict=True))
+    signature = {name: given.get(name, "constexpr").rstrip("!") for name in names}
+    divisible = [["tt.divisibility", 16]]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in entry.constants.items()},
+        attrs={(i,): divisible for i, n in enumerate(names) if given.get(n, "").endswith("!")},
+    )
+    begin = time.perf_counter()
+    done = compile_kernel(source, target=GPUTarget("cuda", CAPABILITY, 32), options=entry.options)
+    took = time.perf_counter() - begin
+    return {"name": entry.name, "shared": done.metadata.shared, "seconds": round(took, 2)}
+
+
+def main() -> None:
+    """Compiles every entry; a line of JSON for each, with `error` where it did not compile."""
+    for entry in ENTRIES:
+        try:
+            line = compiled(entry)
+        except Exception as error:  # noqa: BLE001 - the line says what the compiler said
+            line = {"name": entry.name, "error": f"{type(error).__name__}: {error}"}
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

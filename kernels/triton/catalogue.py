@@ -1,0 +1,166 @@
+"""Every kernel of this package with the arguments of typical launches.
+
+`pdmesh.kernels.triton.ahead` compiles them without a device. A new kernel needs an `Entry` in
+`ENTRIES`; tests/test_triton_compiles.py says which have none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel and one way to launch it.
+
+    Attributes:
+        module: within this package.
+        kernel: its name there.
+        types: what the arguments are, in their order and separated by blanks: "*bf16", "i32",
+            "fp32", ...; a "!" behind says that it is divisible by 16, as torch's pointers are and
+            sizes often.
+        constants: the constexpr arguments by name, which come after the others.
+        options: num_warps, num_stages, enable_fp_fusion.
+    """
+
+    module: str
+    kernel: str
+    types: str
+    constants: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Module, kernel and constants, as a test names it."""
+        values = "-".join(str(value) for value in self.constants.values())
+        return f"{self.module}.{self.kernel}[{values}]"
+
+
+_NORM = "*bf16! *bf16! *bf16! *fp8e4nv! *fp32! *bf16! i32! i32! i32! i32! i32 fp32"
+_ROPE = (
+    "*bf16! *bf16! *bf16! *bf16! *fp32! *fp32! *i64! *i64! *bf16! {} i32! i32! i32! i32! i32! i32!"
+    " i32! fp32"
+)
+_PROJECT = "*bf16! {} *fp32! i32! i32! i32! i32!"
+_CHOOSE = "*fp32! *fp32! *i32! *i32! *fp32! i32! fp32"
+_QUANTISE = "*bf16! *fp8e4nv! *fp32! i32 i32! i32! i32! i32 i32"
+
+ENTRIES = (
+    Entry("quantise", "quantise_kernel", _QUANTISE, {"GROUPS": 64}, {"num_warps": 8}),
+    Entry("quantise", "quantise_kernel", _QUANTISE, {"GROUPS": 1}, {"num_warps": 1}),
+    Entry("quantise", "silu_mul_kernel", "*bf16! *fp8e4nv! *fp32! i32! i32! i32", {"GROUPS": 16}),
+    Entry(
+        "quantise",
+        "masked_silu_mul_kernel",
+        "*bf16! *i32! *fp8e4nv! *fp32! i32 i32! i32! i32! i32!",
+        {"EXPERTS_PADDED": 32, "GROUPS": 16, "BLOCKS": 1},
+    ),
+    *(
+        Entry(
+            "norm",
+            "rms_norm_kernel",
+            _NORM,
+            {"ADD": add, "KEEP": keep, "GROUPS": groups},
+            {"num_warps": groups // 8},
+        )
+        for add, keep, groups in ((True, True, 64), (False, False, 16))
+    ),
+    *(
+        Entry(
+            "rope_append",
+            "rope_append_kernel",
+            _ROPE.format("*fp8e4nv! *fp32!" if packed else "*bf16! *bf16!"),
+            {"RANK": 512, "ROPE": 64, "HEADS": 32, "INTERLEAVE": interleave, "PACKED": packed},
+            {"enable_fp_fusion": False},
+        )
+        for interleave, packed in ((True, False), (True, True), (False, True))
+    ),
+    *(
+        Entry(
+            "project",
+            "project_kernel",
+            _PROJECT.format(weight),
+            {
+                "CHUNK": 448,
+                "PER_PROGRAM": per_program,
+                "EVEN": True,
+                "EXPERTS": experts,
+                "ROWS": rows,
+                "STEP": 64,
+                "CHAINED": 1,
+            },
+            {"num_stages": 4},
+        )
+        for weight, per_program, experts, rows in (
+            ("*bf16!", 1, 128, 64),
+            ("*bf16!", 16, 128, 64),
+            ("*bf16!", 1, 64, 16),
+            ("*fp32!", 1, 64, 64),
+        )
+    ),
+    *(
+        Entry(
+            "gate",
+            "choose_kernel",
+            _CHOOSE,
+            {
+                "PARTS": parts,
+                "BIASED": sigmoid,
+                "COUNTED": sigmoid,
+                "ROWS": 1,
+                "SIGMOID": sigmoid,
+                "NORMALISE": sigmoid,
+                "TOP": top,
+                "TOP_PADDED": 8,
+                "GROUPS": groups,
+                "GROUPS_PADDED": groups,
+                "TOP_GROUPS": best,
+                "SIZE": size,
+                "SIZE_PADDED": padded,
+                "CHAINED": 1,
+            },
+            {"num_warps": 1, "launch_pdl": True},
+        )
+        for parts, sigmoid, top, groups, best, size, padded in (
+            (16, True, 8, 8, 4, 32, 32),
+            (1, False, 6, 8, 3, 20, 32),
+            (1, False, 6, 1, 1, 64, 64),
+        )
+    ),
+    Entry("place", "place_kernel", "*i32! *i32! *i32! *i32! i32!", {"BLOCK": 4096, "CHAINED": 1}),
+    Entry(
+        "permute",
+        "permute_masked_kernel",
+        "*u8! *fp32! *i32! *i32! *u8! *fp32! *i32! i32 i32! i32! i32 i32! i32! i32!",
+        {"CHOICES": 8, "K_PADDED": 8192},
+    ),
+    Entry(
+        "permute",
+        "permute_contiguous_kernel",
+        "*u8! *fp32! *i32! *i32! *i32! *u8! *fp32! *i32! *i32! i32! i32! i32! i32! i32 i32! i32!",
+        {"CHOICES": 8, "EXPERTS_PADDED": 256, "ALIGN": 128, "K_PADDED": 8192},
+    ),
+    Entry(
+        "permute",
+        "unpermute_kernel",
+        "*bf16! *i32! *fp32! *bf16! i32!",
+        {"CHOICES": 8, "COLUMNS": 1024},
+        {"enable_fp_fusion": False},
+    ),
+    Entry("sampling", "top_kernel", "*fp32! *i64! i32! i32!", {"BLOCK": 4096}),
+    Entry(
+        "sampling",
+        "mass_kernel",
+        "*fp32! *fp64! *fp64! *i64! *fp64! i32! i32!",
+        {"BLOCK": 4096, "BLOCKS": 32},
+        {"num_warps": 8},
+    ),
+    Entry(
+        "sampling",
+        "draw_kernel",
+        "*fp32! *fp64! *fp64! *fp64! *i64! *fp64! *i64! i32! i32! i32!",
+        {"BLOCK": 4096, "BLOCKS": 32},
+        {"num_warps": 8},
+    ),
+)

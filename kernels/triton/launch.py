@@ -1,0 +1,46 @@
+"""What the launches of this package share."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+import triton
+from torch import Tensor
+
+CPU_PROGRAMS = 4
+"""Programs of a persistent kernel in the interpreter, where there is no processor count."""
+
+
+def unavailable() -> str | None:
+    """Why these kernels cannot run in this process; None if they can."""
+    if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
+        return None
+    return "there is no CUDA device, and TRITON_INTERPRET is not 1"
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def multiprocessors(x: Tensor) -> int:
+    """Multiprocessors of the device that `x` is on."""
+    return _multiprocessors(x.device.index) if x.is_cuda else CPU_PROGRAMS
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is no less than n."""
+    return int(triton.next_power_of_2(n))
+
+
+def rows_of(x: Tensor) -> tuple[int, int]:
+    """Rows of x [m, k] and the elements from one to the next.
+
+    Raises:
+        ValueError: x has other dimensions, or the elements of a row do not stand together.
+    """
+    if x.dim() != 2 or (x.stride(1) != 1 and x.shape[1] > 1):
+        raise ValueError(f"need rows [m, k] of consecutive elements, not {x.shape} {x.stride()}")
+    return x.shape[0], x.stride(0)

@@ -1,0 +1,189 @@
+"""Decode steps as CUDA graphs, one for each padded number of sequences.
+
+A graph reads fixed buffers and writes a fixed one. A replay copies the step's numbers in, replays,
+and copies the rows' hidden states out; it allocates only those and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pdmesh.model.device.padding import PaddedStep
+from pdmesh.model.device.step import DeviceStep, Paged, Part
+from pdmesh.wire.logs import event
+
+log = logging.getLogger(__name__)
+
+Compute = Callable[[DeviceStep, Tensor | None], Tensor]
+"""Hidden states [m, hidden] of a step; for the MTP layer with the hidden states before."""
+
+
+class Capture(Protocol):
+    """Records what a call does on the device."""
+
+    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """What does it again, and the tensor that it writes each time."""
+
+
+def cuda_capture(pool: object) -> Capture:
+    """Captures CUDA graphs that share the memory `pool` (`torch.cuda.graph_pool_handle`)."""
+
+    def capture(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # compiles kernels, and makes libraries allocate what they keep
+                compute()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):  # type: ignore[arg-type]
+            output = compute()
+        return graph.replay, output
+
+    return capture
+
+
+def plain_capture(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """Calls it again: the same contract on any device, for tests."""
+    output = compute().clone()
+
+    def replay() -> None:
+        output.copy_(compute())
+
+    return replay, output
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """What a graph of one size reads, on the device."""
+
+    values: Tensor
+    page_table: Tensor
+    lengths: Tensor
+    num_rows: Tensor
+    previous: Tensor | None
+
+
+class StepGraphs:
+    """The graphs of one kind of step: of the main model, or of the MTP layer.
+
+    Args:
+        compute: what a step does.
+        rows: rows of every sequence.
+        sizes: ascending numbers of sequences.
+        pages: pages that a sequence may have.
+        previous: an empty tensor [0, hidden] of the hidden states before the rows, or None.
+        first_key: position of the first key.
+        device: where.
+        plan: plans attention for a step; what it gives is refreshed at the head of each replay.
+        capture: records.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        rows: int,
+        sizes: Sequence[int],
+        pages: int,
+        previous: Tensor | None,
+        first_key: int,
+        device: torch.device,
+        plan: Callable[[DeviceStep], DeviceStep],
+        capture: Capture,
+    ) -> None:
+        self.rows = rows
+        self.sizes = tuple(sizes)
+        self.pages = pages
+        self._compute = compute
+        self._previous = previous
+        self._first_key = first_key
+        self._device = device
+        self._plan = plan
+        self._capture = capture
+        self._buffers: dict[int, _Buffers] = {}
+        self._steps: list[DeviceStep] = []  # a graph writes to what was planned, and keeps nothing
+        self._graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
+
+    def warm_up(self, what: str) -> None:
+        """Captures all sizes, the largest first, so that the others fit in its memory."""
+        for number, size in enumerate(sorted(self.sizes, reverse=True), start=1):
+            began = time.monotonic()
+            self._graphs[size] = self._captured(size)
+            event(
+                log,
+                "captured a decode graph",
+                step=what,
+                sequences=size,
+                rows=self.rows,
+                graphs=f"{number}/{len(self.sizes)}",
+                seconds=round(time.monotonic() - began, 2),
+            )
+
+    def run(self, padded: PaddedStep, previous: Tensor | None = None) -> Tensor:
+        """The hidden states [T, hidden] of the batch's rows: a tensor of their own.
+
+        previous: [T, hidden], for the MTP layer.
+        """
+        buffers = self._buffers[padded.size]
+        replay, output = self._graphs[padded.size]
+        at = self._to_device(torch.from_numpy(padded.at))
+        buffers.values.copy_(self._to_device(torch.from_numpy(padded.values)))
+        table = self._to_device(torch.from_numpy(padded.page_table))
+        buffers.page_table[: table.shape[0], : table.shape[1]].copy_(table)
+        buffers.lengths.copy_(self._to_device(torch.from_numpy(padded.lengths)))
+        buffers.num_rows.fill_(padded.num_rows)
+        if buffers.previous is not None:
+            assert previous is not None
+            buffers.previous.zero_()
+            buffers.previous.index_copy_(0, at, previous)
+        replay()
+        return output.index_select(0, at)
+
+    def _to_device(self, host: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return host
+        return host.pin_memory().to(self._device, non_blocking=True)
+
+    def _captured(self, size: int) -> tuple[Callable[[], None], Tensor]:
+        m, device = size * self.rows, self._device
+        values = torch.zeros((3, m), dtype=torch.int64, device=device)
+        values[1] = torch.arange(self.rows, device=device).repeat(size)
+        values[2] = -1
+        buffers = _Buffers(
+            values,
+            torch.zeros((size, self.pages), dtype=torch.int32, device=device),
+            torch.full((size,), self.rows, dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+            None
+            if self._previous is None
+            else self._previous.new_zeros((m, self._previous.shape[1])),
+        )
+        self._buffers[size] = buffers
+        paged = Paged(self.rows, buffers.page_table, buffers.lengths)
+        step = self._plan(
+            DeviceStep(
+                values[0],
+                values[1],
+                values[2],
+                buffers.num_rows,
+                self._first_key,
+                (Part(None, paged),),
+                None,
+            )
+        )
+        self._steps.append(step)
+
+        def compute() -> Tensor:
+            attention = step.parts[0].attention
+            if isinstance(attention, Paged) and attention.plan is not None:
+                attention.plan.refresh(buffers.lengths)
+            return self._compute(step, buffers.previous)
+
+        return self._capture(compute)

@@ -1,0 +1,212 @@
+"""The layers of a model in FP8: what a step does with its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdmesh.kernels.backends import Backends
+from pdmesh.kernels.latent_attention import absorbed_attention
+from pdmesh.kernels.latent_rows import read_latents
+from pdmesh.kernels.quantised import BlockWeight, Rows
+from pdmesh.kernels.rope import RopeTable
+from pdmesh.kernels.routing import contiguous_capacity
+from pdmesh.model.config import ModelConfig
+from pdmesh.model.device.step import Attention, DeviceStep, Paged, Part, Ragged
+from pdmesh.model.device.weights import (
+    AttentionWeights,
+    LayerWeights,
+    Linear,
+    MlpWeights,
+    MoeWeights,
+    round_up,
+)
+from pdmesh.model.mla import LATENT_NORM_EPS
+from pdmesh.model.rope import softmax_scale
+
+MASKED_ROWS = 512
+"""Up to so many rows every expert has room for all of them; beyond, rows are sorted by expert."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The arithmetic of a model's layers; weights, pool and rows come with each call."""
+
+    config: ModelConfig
+    table: RopeTable
+    ops: Backends
+
+    def planned(self, step: DeviceStep) -> DeviceStep:
+        """The step with what the backends of attention plan once for all layers."""
+        first = step.first_key
+        parts = tuple(replace(p, attention=self._plan(p.attention, first)) for p in step.parts)
+        return replace(step, parts=parts)
+
+    def _plan(self, attention: Attention, first_key: int) -> Attention:
+        c, ops = self.config, self.ops
+        if isinstance(attention, Paged) and not first_key and hasattr(ops.mla_decode, "plan"):
+            heads = c.num_attention_heads
+            plan = ops.mla_decode.plan(attention.lengths, attention.count, heads)
+            return replace(attention, plan=plan)
+        if isinstance(attention, Ragged) and hasattr(ops.mla_prefill, "plan"):
+            widths, scale = (c.qk_head_dim, c.v_head_dim), softmax_scale(c)
+            plan = ops.mla_prefill.plan(attention.host_ends, c.num_attention_heads, widths, scale)
+            return replace(attention, plan=plan)
+        return attention
+
+    def run(
+        self, weights: LayerWeights, rows: Rows, step: DeviceStep, pool: Tensor, layer: int
+    ) -> Tensor:
+        """Attention of normalised, quantised rows [m, hidden]; writes the layer's latents."""
+        w, ops, c = weights.attention, self.ops, self.config
+        both = self._linear(rows, w.first)
+        if w.q_b is None or w.q_norm is None:
+            query = both[:, : w.first_rows]
+        else:
+            compressed, _ = ops.rms_norm_quantise(
+                both[:, : w.first_rows], w.q_norm, LATENT_NORM_EPS
+            )
+            query = ops.fp8_gemm(compressed, w.q_b)
+        query = query.view(-1, c.num_attention_heads, c.qk_head_dim)
+        rotated = ops.rope_append(
+            query[..., c.qk_nope_head_dim :],
+            both[:, w.latent_at :],
+            w.kv_norm,
+            self.table.cos,
+            self.table.sin,
+            step.positions,
+            step.slots,
+            pool,
+            layer,
+            interleave=self.table.interleave,
+            eps=LATENT_NORM_EPS,
+        )
+        outputs = [
+            self._linear(self._attend(w, query, rotated, part, step, pool, layer), w.o)
+            for part in step.parts
+        ]
+        return outputs[0] if step.merge is None else torch.cat(outputs)[step.merge]
+
+    def feed_forward(
+        self, weights: MlpWeights | MoeWeights, rows: Rows, normed: Tensor, num_rows: Tensor | None
+    ) -> Tensor:
+        """rows and normed [m, hidden], the same numbers: [m, hidden] bfloat16."""
+        if isinstance(weights, MlpWeights):
+            return self._mlp(weights, rows)
+        return self._moe(weights, rows, normed, num_rows)
+
+    def _linear(self, rows: Rows, linear: Linear) -> Tensor:
+        output: Tensor = self.ops.fp8_gemm(rows, linear.weight)
+        return output if linear.bias is None else output + linear.bias
+
+    def _mlp(self, weights: MlpWeights, rows: Rows) -> Tensor:
+        gate_up = self.ops.fp8_gemm(rows, weights.gate_up)
+        output: Tensor = self.ops.fp8_gemm(self.ops.silu_mul_quantise(gate_up), weights.down)
+        return output
+
+    def _moe(self, w: MoeWeights, rows: Rows, normed: Tensor, num_rows: Tensor | None) -> Tensor:
+        ops, rule = self.ops, self.config.gate
+        assert rule is not None
+        routed = ops.gate_topk(normed, w.router, w.bias, rule, num_rows)
+        ids, places = routed.ids, routed.places
+        m, experts = normed.shape[0], rule.num_experts
+        if m <= MASKED_ROWS:
+            # A tile of a grouped product may be of 128 rows, and must not reach the next expert's.
+            capacity = round_up(m) if normed.is_cuda else m
+            rows_of, targets, _ = ops.permute_masked(rows, ids, places, experts, capacity)
+            expected = max(1, m * rule.top_k // experts)
+            gate_up = ops.masked_grouped_gemm(rows_of, w.gate_up, routed.counts, expected)
+            hidden = ops.masked_silu_mul_quantise(gate_up, routed.counts)
+            outputs = ops.masked_grouped_gemm(hidden, w.down, routed.counts, expected)
+        else:
+            capacity = contiguous_capacity(m, rule.top_k, experts)
+            rows_of, targets, row_expert = ops.permute_contiguous(
+                rows, ids, places, routed.counts, capacity
+            )
+            gate_up = ops.contiguous_grouped_gemm(rows_of, w.gate_up, row_expert)
+            hidden = ops.silu_mul_quantise(gate_up)
+            outputs = ops.contiguous_grouped_gemm(hidden, w.down, row_expert)
+        summed: Tensor = ops.unpermute(outputs, targets, routed.weights)
+        return summed if w.shared is None else summed + self._mlp(w.shared, rows)
+
+    def _attend(
+        self,
+        w: AttentionWeights,
+        query: Tensor,
+        rotated: Tensor,
+        part: Part,
+        step: DeviceStep,
+        pool: Tensor,
+        layer: int,
+    ) -> Rows:
+        """The heads' values of a part's rows, quantised for the output projection."""
+        if part.rows is not None:
+            query, rotated = query[part.rows], rotated[part.rows]
+        nope, rank = self.config.qk_nope_head_dim, self.config.kv_lora_rank
+        if isinstance(part.attention, Ragged):
+            whole = torch.cat([query[..., :nope], rotated], dim=-1)
+            return self._ragged(w, whole, part.attention, pool, layer)
+        absorbed = self._absorb(query[..., :nope], w.k_b, rotated)
+        scale = softmax_scale(self.config)
+        if isinstance(part.attention, Paged):
+            paged = part.attention
+            seen = self.ops.mla_decode(
+                absorbed,
+                pool[:, layer],
+                paged.page_table,
+                paged.lengths,
+                paged.count,
+                scale,
+                rank=rank,
+                first_key=step.first_key,
+                **({} if paged.plan is None else {"plan": paged.plan}),
+            )
+        else:
+            if pool.dtype == torch.uint8:
+                raise ValueError("trees of drafts need latents that are not packed in FP8")
+            scaled = absorbed.float() * scale
+            seen = absorbed_attention(scaled, pool, layer, part.attention.walk, rank)
+            seen = seen.to(query.dtype)
+        return self._project(seen, w.v_b)
+
+    def _ragged(
+        self, w: AttentionWeights, query: Tensor, ragged: Ragged, pool: Tensor, layer: int
+    ) -> Rows:
+        """MHA form: keys and values of every head from the latents in the pages."""
+        c, ops = self.config, self.ops
+        latents = read_latents(pool, layer, ragged.slots).to(query.dtype)
+        compressed = ops.quantise_rows(latents[:, : c.kv_lora_rank])
+        up = ops.fp8_gemm(compressed, w.kv_b)
+        up = up.view(latents.shape[0], c.num_attention_heads, -1)
+        rotated = latents[:, None, c.kv_lora_rank :].expand(-1, c.num_attention_heads, -1)
+        keys = torch.cat([up[..., : c.qk_nope_head_dim], rotated], dim=-1)
+        values = up[..., c.qk_nope_head_dim :]
+        scale = softmax_scale(c)
+        attended = ops.mla_prefill(query, keys, values, ragged.query_ends, ragged.key_ends, scale)
+        rows: Rows = ops.quantise_rows(attended.flatten(1))
+        return rows
+
+    def _absorb(self, query: Tensor, k_b: BlockWeight | Tensor, rotated: Tensor) -> Tensor:
+        """query [m, heads, nope], rotated [m, heads, rope]: [m, heads, rank + rope]."""
+        if isinstance(k_b, BlockWeight):
+            absorbed: Tensor = self.ops.absorb_query(query, k_b, rotated, 1.0)
+            return absorbed
+        latent = torch.bmm(query.transpose(0, 1), k_b).transpose(0, 1)
+        return torch.cat([latent, rotated], dim=-1)
+
+    def _project(self, seen: Tensor, v_b: BlockWeight | Tensor) -> Rows:
+        """seen [m, heads, rank]: the heads' values [m, heads * value_dim], quantised."""
+        if isinstance(v_b, BlockWeight):
+            rows: Rows = self.ops.project_values_quantise(seen, v_b)
+            return rows
+        values = torch.bmm(seen.transpose(0, 1), v_b.transpose(1, 2)).transpose(0, 1)
+        quantised: Rows = self.ops.quantise_rows(values.flatten(1))
+        return quantised
+
+
+def head_logits(normed: Tensor, head: Tensor) -> Tensor:
+    """normed [..., hidden] bfloat16 times head [vocab, hidden]: [..., vocab] float32."""
+    return F.linear(normed, head).float()

@@ -1,0 +1,130 @@
+"""What fits on a device, counted before anything is allocated. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdmesh.model.config import ModelConfig
+from pdmesh.model.device.layers import MASKED_ROWS
+from pdmesh.model.device.weights import round_up
+from pdmesh.wire.errors import ConfigError
+
+GB = 1e9
+KEPT = 0.05
+"""Share of a device's memory that is left to the driver, libraries and fragments."""
+
+
+def _blocks(rows: int, columns: int) -> int:
+    """Bytes of a matrix in FP8 with its scales."""
+    return rows * columns + 4 * -(-rows // 128) * -(-columns // 128)
+
+
+def weight_bytes(config: ModelConfig, mtp: bool = True) -> int:
+    """Bytes of the weights as `building` puts them together."""
+    c = config
+    layers = range(c.num_hidden_layers + (1 if mtp and c.num_nextn_predict_layers else 0))
+    table = 2 * c.vocab_size * c.hidden_size
+    total = table if c.tie_word_embeddings else 2 * table
+    if len(layers) > c.num_hidden_layers:
+        total += 4 * c.hidden_size * c.hidden_size
+    return total + sum(_attention_bytes(c) + _mlp_bytes(c, layer) for layer in layers)
+
+
+def _attention_bytes(c: ModelConfig) -> int:
+    heads = c.num_attention_heads
+    query = heads * c.qk_head_dim
+    first = query if c.q_lora_rank is None else c.q_lora_rank
+    total = _blocks(round_up(first) + c.latent_width, c.hidden_size)
+    if c.q_lora_rank is not None:
+        total += _blocks(query, c.q_lora_rank)
+    up = _blocks(heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
+    aligned = c.qk_nope_head_dim % 128 == 0 and c.v_head_dim % 128 == 0
+    return total + (2 if aligned else 3) * up + _blocks(c.hidden_size, heads * c.v_head_dim)
+
+
+def _mlp_bytes(c: ModelConfig, layer: int) -> int:
+    def swiglu(size: int) -> int:
+        return _blocks(2 * round_up(size), c.hidden_size) + _blocks(c.hidden_size, round_up(size))
+
+    if not c.is_moe_layer(layer):
+        return swiglu(c.intermediate_size)
+    shared = swiglu(c.moe_intermediate_size * c.n_shared_experts) if c.n_shared_experts else 0
+    router = 4 * c.n_routed_experts * c.hidden_size
+    return c.n_routed_experts * swiglu(c.moe_intermediate_size) + shared + router
+
+
+def step_bytes(config: ModelConfig, rows: int, chosen: int) -> int:
+    """Bytes that a step of `rows` rows needs beside weights and pages, generously; logits are
+    wanted for `chosen` of them."""
+    c, heads = config, config.num_attention_heads
+    attention = 2 * rows * heads * (2 * c.qk_head_dim + 2 * c.latent_width + 2 * c.v_head_dim)
+    if rows <= MASKED_ROWS:
+        routed = c.n_routed_experts * round_up(rows)
+    else:
+        top_k = 0 if c.gate is None else c.gate.top_k
+        routed = rows * top_k + 128 * c.n_routed_experts
+    expert_row = 3 * c.hidden_size + 5 * round_up(c.moe_intermediate_size)
+    dense = rows * (16 * c.hidden_size + 5 * round_up(c.intermediate_size))
+    return attention + routed * expert_row + dense + 8 * chosen * c.vocab_size
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on a device.
+
+    Attributes:
+        budget: what this process may use.
+        weights, steps: what weights and steps need.
+        pages: number of pages that are allocated.
+        page: bytes of one.
+    """
+
+    budget: int
+    weights: int
+    steps: int
+    pages: int
+    page: int
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return (
+            f"{self.budget / GB:.1f} GB: weights {self.weights / GB:.1f}, steps "
+            f"{self.steps / GB:.1f}, {self.pages} pages {self.pages * self.page / GB:.1f}"
+        )
+
+
+def plan_memory(
+    total: int,
+    share: float,
+    weights: int,
+    steps: int,
+    page: int,
+    pages: int,
+    most_pages: int,
+) -> MemoryPlan:
+    """How many pages a worker gets.
+
+    Args:
+        total: bytes of the device.
+        share: part of it that is this process's.
+        weights, steps: bytes that they need.
+        page: bytes of a page.
+        pages: pages that were asked for; 0: as many as there is room for.
+        most_pages: no more than these are of use.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    budget = int(total * share * (1 - KEPT))
+    room = budget - weights - steps
+    fitting = room // page
+    wanted = pages or min(fitting, most_pages)
+    if fitting < max(2, wanted):
+        needed = f"{max(2, wanted)} pages of {page / 1e6:.1f} MB"
+        raise ConfigError(
+            f"the model does not fit: weights need {weights / GB:.1f} GB, steps {steps / GB:.1f} "
+            f"GB and {needed}, and this worker may use {budget / GB:.1f} GB of the device's "
+            f"{total / GB:.1f}; use fewer workers on a device, fewer pages, a smaller batch, or "
+            "more devices"
+        )
+    return MemoryPlan(budget, weights, steps, wanted, page)

@@ -1,0 +1,168 @@
+"""Where weights come from: a checkpoint, a model in memory, or a generator of random numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from pdmesh.kernels.fp8 import quantise_blocks
+from pdmesh.kernels.quantised import BlockWeight
+from pdmesh.model.bindings import Binding, bindings
+from pdmesh.model.config import ModelConfig
+from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.weight_files import FP8, SCALE, open_checked
+from pdmesh.model.weights import Progress
+from pdmesh.wire.errors import ConfigError
+
+
+class WeightSource(Protocol):
+    """Tensors by their published names, on the device where they are to be."""
+
+    def plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """In the dtype that it is stored in."""
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> BlockWeight:
+        """In FP8: as stored, or quantised now."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+
+
+class CheckpointSource:
+    """The files of a checkpoint, read straight onto the device one tensor at a time.
+
+    Args:
+        stack: closes the files.
+        progress: called after every tensor.
+
+    Raises:
+        ConfigError: as `load_model`.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        path: Path,
+        config: ModelConfig,
+        device: torch.device,
+        mtp: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        with torch.device("meta"):
+            model = DeepseekV3(config, mtp)
+        self._wanted: Mapping[str, Binding] = {b.name: b for b in bindings(model)}
+        self._files, self._present = open_checked(
+            stack, path, self._wanted, config, mtp, str(device)
+        )
+        self._progress = progress
+        self._read = 0
+        self._total = sum(name in self._present for name in self._wanted)
+
+    def plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See `WeightSource`."""
+        tensor = self._get(name)
+        self._count(name)
+        return tensor
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> BlockWeight:
+        """See `WeightSource`."""
+        values = self._get(name)
+        if self._present[name].dtype == FP8:
+            scales = self._get(name + SCALE, self._present[name + SCALE].file).float()
+        else:
+            values, scales = quantise_blocks(values)
+        self._count(name)
+        return BlockWeight(values, scales.contiguous())
+
+    def has(self, name: str) -> bool:
+        """See `WeightSource`."""
+        return name in self._present
+
+    def _get(self, name: str, file: str | None = None) -> Tensor:
+        file = file or self._present[name].file
+        try:
+            tensor: Tensor = self._files[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file}: {name} cannot be read: {error}") from error
+        return tensor
+
+    def _count(self, name: str) -> None:
+        self._read += 1
+        if self._progress is not None:
+            self._progress(name, self._read, self._total)
+
+
+class ModelSource:
+    """A model in memory; its matrices are quantised."""
+
+    def __init__(self, model: DeepseekV3, device: torch.device | str = "cpu") -> None:
+        self._bindings = {b.name: b for b in bindings(model)}
+        self._device = device
+
+    def plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See `WeightSource`."""
+        return self._bindings[name].read().detach().to(self._device)
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> BlockWeight:
+        """See `WeightSource`."""
+        return BlockWeight(*quantise_blocks(self.plain(name, shape)))
+
+    def has(self, name: str) -> bool:
+        """See `WeightSource`."""
+        return name in self._bindings
+
+
+class RandomSource:
+    """Normal numbers of deviation `std` in matrices, ones in norms; the same for the same seed.
+
+    Every tensor is part of one block of noise, which is what makes it fast.
+    """
+
+    _NOISE = 1 << 26
+
+    def __init__(self, device: torch.device | str, seed: int = 0, std: float = 0.02) -> None:
+        self._device = torch.device(device)
+        self._std = std
+        generator = torch.Generator(self._device).manual_seed(seed)
+        noise = torch.randn(self._NOISE, generator=generator, device=self._device)
+        self._noise = noise.mul_(_SPREAD).to(torch.float8_e4m3fn).view(torch.uint8)
+        self._at = 0
+
+    def plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See `WeightSource`."""
+        if len(shape) == 1:
+            if name.endswith("bias"):
+                return torch.zeros(shape, device=self._device)
+            return torch.ones(shape, dtype=torch.bfloat16, device=self._device)
+        values = self._take(shape).view(torch.float8_e4m3fn).to(torch.bfloat16)
+        return values.mul_(self._std / _SPREAD)
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> BlockWeight:
+        """See `WeightSource`."""
+        blocks = (-(-shape[0] // 128), -(-shape[1] // 128))
+        scales = torch.full(blocks, self._std / _SPREAD, device=self._device)
+        return BlockWeight(self._take(shape).view(torch.float8_e4m3fn), scales)
+
+    def has(self, name: str) -> bool:
+        """See `WeightSource`."""
+        return True
+
+    def _take(self, shape: tuple[int, ...]) -> Tensor:
+        count = math.prod(shape)
+        repeats = -(-(self._at + count) // self._NOISE)
+        flat = self._noise.repeat(repeats) if repeats > 1 else self._noise
+        taken = flat[self._at : self._at + count].clone()
+        # An odd stride, so that no two tensors begin at the same numbers.
+        self._at = (self._at + count + 12_347) % self._NOISE
+        return taken.view(shape)
+
+
+_SPREAD = 64.0
+"""Random numbers are stored times this: then few are subnormal and none beyond 448."""

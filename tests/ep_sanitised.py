@@ -1,0 +1,23 @@
+"""One small exchange of ranks in one process on the device, for compute-sanitizer to look at.
+
+compute-sanitizer --tool racecheck python -P tests/ep_sanitised.py
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "tests")]
+
+import torch  # noqa: E402 - the path is set above
+from symmetric_rig import Group, inputs, scattered  # noqa: E402
+
+from pdmesh.kernels.expert_exchange import ExchangeSize  # noqa: E402
+
+placement = scattered(3, 8, seed=3)
+size = ExchangeSize(3, max(map(len, placement.layers[0])), 6, 1024, 4, 64)
+group = Group(placement, size, "cuda")
+for step, counts in enumerate(((6, 0, 3), (1, 6, 6))):
+    group.check(*inputs(size, counts, "padded", 8, step, "cuda"))
+torch.cuda.synchronize()
+sys.stdout.write("right\n")

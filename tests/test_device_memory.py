@@ -1,0 +1,63 @@
+"""What fits on a device is counted before it is allocated."""
+
+import dataclasses
+
+import pytest
+from device_cases import ALIGNED, device_model, random_model
+from torch import Tensor
+
+from pdmesh.model.device.full_width import full_width
+from pdmesh.model.device.memory import plan_memory, step_bytes, weight_bytes
+from pdmesh.wire.errors import ConfigError
+
+
+def held(value) -> int:
+    """Bytes of the distinct tensors in dataclasses, tuples and tensors."""
+    found: dict[int, int] = {}
+
+    def walk(item):
+        if isinstance(item, Tensor):
+            found[item.data_ptr()] = item.nbytes
+        elif dataclasses.is_dataclass(item):
+            for f in dataclasses.fields(item):
+                walk(getattr(item, f.name))
+        elif isinstance(item, tuple):
+            for part in item:
+                walk(part)
+
+    walk(value)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("changes", [{}, ALIGNED, {"tie_word_embeddings": True}])
+def test_weights_are_as_large_as_counted(changes):
+    model = random_model(**changes)
+    counted = weight_bytes(model.config)
+    # Norms and biases are not counted; heads inside of blocks are kept in bfloat16.
+    assert counted <= held(device_model(model).weights) * 1.05
+    assert counted >= held(device_model(model).weights) * 0.93
+
+
+def test_deepseek_v3_has_the_bytes_that_its_shapes_say():
+    """671 billion parameters; k_b and v_b are kept twice, embedding and head in bfloat16."""
+    whole = weight_bytes(full_width(61), mtp=False)
+    assert 672e9 < whole < 676e9
+    layer = weight_bytes(full_width(7), mtp=False) - weight_bytes(full_width(6), mtp=False)
+    assert 11.5e9 < layer < 11.7e9
+
+
+def test_pages_take_the_room_that_is_left_and_no_more_than_are_of_use():
+    given = {"total": 100, "share": 0.5, "weights": 20, "steps": 5, "page": 2}
+    assert plan_memory(**given, pages=0, most_pages=1000).pages == (47 - 25) // 2
+    assert plan_memory(**given, pages=0, most_pages=4).pages == 4
+    assert plan_memory(**given, pages=3, most_pages=4).pages == 3
+    for change in ({"pages": 12}, {"weights": 45, "pages": 0}):
+        with pytest.raises(ConfigError, match="does not fit: weights need"):
+            plan_memory(**(given | change), most_pages=1000)
+
+
+def test_a_step_of_few_rows_needs_room_for_all_of_them_at_every_expert():
+    config = full_width(4)
+    few = step_bytes(config, 256, 256)
+    assert 2.08e9 < few < 4e9
+    assert step_bytes(config, 4096, 1) < 6e9

@@ -1,0 +1,148 @@
+"""How a worker places a model: precision, page format, pages, captured rows, refusals."""
+
+import pytest
+import torch
+from checkpoints import random_checkpoint
+
+from pdmesh.decode.capturing import captured_rows
+from pdmesh.kernels.fp8 import dequantise_blocks
+from pdmesh.launch.checks import check_together
+from pdmesh.launch.processes import worker_spec
+from pdmesh.launch.topology import Topology, shipped_model
+from pdmesh.model.device.model import DeviceModel
+from pdmesh.model.parallel.serving import Ranks, join_ranks
+from pdmesh.model.served import Placing, load_served_model, plan_pages, store_dtype
+from pdmesh.model.weights import load_model
+from pdmesh.wire.errors import ConfigError
+
+SHIPPED = shipped_model()
+LOAD = {"dtype": "float32", "mtp": True, "page_size": 64, "arithmetic": "fast"}
+
+
+def load(placing, **changes):
+    return load_served_model(
+        SHIPPED, "tiny", placing=placing, progress=lambda *_: None, **LOAD | changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("placing", "chosen"),
+    [
+        (Placing(), "plain"),
+        (Placing("cuda"), "fp8"),
+        (Placing("cuda:1"), "fp8"),
+        (Placing("cuda", "plain"), "plain"),
+        (Placing("cpu", "fp8"), "fp8"),
+    ],
+)
+def test_fp8_is_the_precision_of_a_cuda_device_unless_another_is_asked_for(placing, chosen):
+    assert placing.chosen == chosen
+
+
+def test_workers_of_another_precision_or_another_form_of_latents_refuse_each_other():
+    plain = load(Placing(), dtype="bfloat16")[1]
+    fp8, packed = (load(p)[1] for p in (Placing("cpu", "fp8"), Placing("cpu", "fp8", "fp8")))
+    formats = (plain, fp8, packed)
+    assert len({f.fingerprint() for f in formats}) == 3
+    assert plain.difference(fp8) == "precision is 'plain' here and 'fp8' there"
+    assert "latent_width is 576 here and 656 there" in (fp8.difference(packed) or "")
+    assert (fp8.page_layer_bytes, packed.page_layer_bytes) == (64 * 1152, 64 * 656)
+    assert [store_dtype(f) for f in formats] == [torch.bfloat16, torch.bfloat16, torch.uint8]
+
+
+def test_a_checkpoint_in_fp8_is_kept_bit_for_bit():
+    model = DeviceModel.load(SHIPPED)
+    reference = load_model(SHIPPED)
+    weights = model.weights.layers[0].attention
+    rows = weights.first_rows
+    first = dequantise_blocks(*weights.first.weight)
+    mine = reference.layers[0].self_attn.qkv_a_proj.weight
+    assert torch.equal(first[:rows], mine[:rows])
+    assert torch.equal(first[weights.latent_at :], mine[rows:])
+    assert not bool(first[rows : weights.latent_at].any())
+    experts = model.weights.layers[1].mlp
+    whole = torch.stack([dequantise_blocks(v, s) for v, s in zip(*experts.gate_up, strict=True)])
+    assert torch.equal(whole, reference.layers[1].mlp.gate_up_proj)
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused_with_all_that_is_wrong(tmp_path):
+    random_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(ConfigError, match="not a complete safetensors file"):
+        DeviceModel.load(tmp_path)
+
+
+def test_exact_arithmetic_and_packed_latents_of_other_widths_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="exact arithmetic"):
+        load(Placing("cpu", "fp8"), arithmetic="exact")
+    with pytest.raises(ConfigError, match="go with FP8 precision"):
+        load(Placing("cpu", "plain", "fp8"))
+
+
+async def test_a_model_in_fp8_shares_its_experts_with_nobody():
+    model, fmt = load(Placing("cpu", "fp8"))
+    assert await join_ranks(model, fmt, Ranks(0, (), "g", 1.0)) == (model, None)
+    with pytest.raises(ConfigError, match="plain precision"):
+        await join_ranks(model, fmt, Ranks(0, (), "g", 1.0, virtual=2))
+
+
+def test_a_worker_on_a_cpu_has_the_pages_that_were_asked_for():
+    given = {"mtp": True, "page_size": 64, "share": 1.0, "rows": 512, "sequences": 32}
+    assert plan_pages(SHIPPED, Placing(), pages=7, **given) == (7, None)
+    assert plan_pages(SHIPPED, Placing(), pages=0, **given) == (256, None)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no CUDA device"):
+            plan_pages(SHIPPED, Placing("cuda"), pages=0, **given)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "mtp", "rows"),
+    [
+        (0, True, ((1,), ())),
+        (1, True, ((2,), (2,))),
+        (3, True, ((4,), (1, 4))),
+        (-1, True, ((1, 2, 3, 4, 5), (1, 2, 3, 4, 5))),
+        (1, False, ((1,), ())),
+    ],
+)
+def test_the_numbers_of_rows_that_steps_have_are_captured(drafts, mtp, rows):
+    assert captured_rows(drafts, mtp) == rows
+
+
+def arguments(topology):
+    return worker_spec(topology, "decode", "decode-0", SHIPPED / "key", 0).arguments
+
+
+def told(topology, flag):
+    given = arguments(topology)
+    return given[given.index(flag) + 1]
+
+
+def test_workers_share_a_device_evenly_and_take_the_pages_that_fit():
+    topology = Topology()
+    assert told(topology, "--pages") == "256"
+    assert "--memory-share" not in arguments(topology)
+    cuda = topology.changed("model", "--device", device="cuda")
+    check_together(cuda)
+    assert (told(cuda, "--pages"), told(cuda, "--memory-share")) == ("auto", "0.3333")
+    asked = cuda.changed("decode", "--pages", pages=99)
+    assert told(asked, "--pages") == "99"
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        ("model", {"device": "gpu"}, "no device 'gpu'; say cpu, cuda or cuda:N"),
+        ("model", {"device": "cuda", "arithmetic": "exact"}, "exact arithmetic"),
+        ("model", {"latents": "fp8"}, "FP8 latents go with FP8 precision"),
+        ("decode", {"virtual_ranks": 2}, "plain precision"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused_before_anything_starts(
+    section, changes, message
+):
+    topology = Topology()
+    if section != "model":
+        topology = topology.changed("model", "--precision", precision="fp8")
+    with pytest.raises(ConfigError, match=message):
+        check_together(topology.changed(section, "file", **changes))

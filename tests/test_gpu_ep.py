@@ -1,0 +1,127 @@
+"""Ranks on GPUs exchange rows over NVSHMEM: several processes, on one GPU or on one each."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from symmetric_rig import Group, inputs, scattered
+
+from pdmesh.kernels import symmetric
+from pdmesh.kernels.expert_exchange import ExchangeSize
+
+ROOT = Path(__file__).resolve().parent.parent
+REASON = symmetric.missing()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+
+
+class Process:
+    """A rank's process."""
+
+    def __init__(self, rank, size, job_id, meeting):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": ":".join(
+                (str(ROOT / ".pythonpath"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", ""))
+            ),
+            "NVSHMEM_DISABLE_NVLS": "1",
+            "NVSHMEM_SYMMETRIC_SIZE": str(4 << 30),
+        }
+        command = [sys.executable, "-P", str(ROOT / "tests" / "ep_peer.py")]
+        self.process = subprocess.Popen(
+            [*command, str(rank), str(size), job_id, meeting],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def tell(self, **command):
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        assert line, "the process ended"
+        return json.loads(line)
+
+
+@contextmanager
+def job(size, folder):
+    job_id = symmetric.new_job_id().hex()
+    peers = [Process(rank, size, job_id, str(folder / "meeting")) for rank in range(size)]
+    try:
+        for peer in peers:
+            assert peer.answer() == "ready"
+        yield peers
+    finally:
+        for peer in peers:
+            peer.process.kill()
+            peer.process.wait()
+
+
+RANKS = [int(number) for number in os.environ.get("EP_RANKS", "2,4,8").split(",")]
+
+
+@pytest.fixture(scope="module", params=RANKS)
+def ranks(request, tmp_path_factory):
+    with job(request.param, tmp_path_factory.mktemp("job")) as peers:
+        yield peers
+
+
+def ask(peers, **command):
+    for peer in peers:
+        peer.tell(**command)
+    return [peer.answer() for peer in peers]
+
+
+@pytest.mark.parametrize("path", ["mapped", "put"])
+@pytest.mark.parametrize("kind", ["balanced", "skewed", "one", "padded"])
+def test_what_arrives_is_bit_for_bit_the_definition(ranks, path, kind):
+    for seed, counts, hidden in ((0, [16, 16], 7168), (1, [0, 40, 7, 1], 1024), (2, [0, 3], 1024)):
+        per_rank = [counts[rank % len(counts)] for rank in range(len(ranks))]
+        command = {"do": "layout", "path": path, "kind": kind, "hidden": hidden, "seed": seed}
+        assert ask(ranks, **command, counts=per_rank) == ["right"] * len(ranks)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("path", ["mapped", "put"])
+def test_exchange_after_exchange_without_a_meeting_gives_the_right_sums(ranks, path, graph):
+    # Ranks that share a GPU take turns at it, and a waiting one keeps its turn for milliseconds.
+    own = torch.cuda.device_count() >= len(ranks)
+    steps = 2000 if own else {2: 400, 4: 100, 8: 25}[len(ranks)]
+    for kind in ("balanced", "padded"):
+        command = {"do": "stream", "path": path, "kind": kind, "tokens": 24, "hidden": 1024}
+        answers = ask(ranks, **command, steps=steps, seed=7, graph=graph)
+        assert answers == ["right"] * len(ranks)
+
+
+@pytest.mark.parametrize("path", ["mapped", "put"])
+@pytest.mark.parametrize("tokens", [1, 128, 4096])
+def test_batches_of_one_row_to_4096_give_the_right_sums(ranks, path, tokens):
+    command = {"do": "stream", "path": path, "kind": "balanced", "tokens": tokens, "hidden": 1024}
+    assert ask(ranks, **command, steps=3, seed=0, graph=True) == ["right"] * len(ranks)
+
+
+def test_bytes_are_counted_by_peer(ranks):
+    for path in ("mapped", "put"):
+        assert ask(ranks, do="bytes", path=path) == [{"found": True}] * len(ranks)
+
+
+def test_a_rank_that_sends_nothing_is_named_and_nobody_hangs(ranks):
+    silent = len(ranks) - 1
+    assert ask(ranks, do="lost", path="mapped") == [f"rank {silent}"] * silent + ["nothing"]
+
+
+@pytest.mark.parametrize("kind", ["balanced", "skewed", "one", "padded"])
+def test_ranks_of_one_process_on_the_device_equal_the_definition(kind):
+    placement = scattered(4, 32, seed=3)
+    slots = max(map(len, placement.layers[0]))
+    group = Group(placement, ExchangeSize(4, slots, 24, 7168, 8, 192), "cuda")
+    for step, counts in enumerate(((24, 0, 7, 1), (0, 0, 0, 0), (3, 24, 24, 24))):
+        group.check(*inputs(group.size, counts, kind, 32, step, "cuda"))
+    torch.cuda.synchronize()

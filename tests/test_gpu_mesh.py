@@ -1,0 +1,73 @@
+"""A mesh whose workers all compute on one GPU in FP8: answers, drafts, and nothing left behind."""
+
+import asyncio
+
+import meshes
+import pytest
+import torch
+from device_cases import conversations
+
+from pdmesh.launch.topology import shipped_model
+from pdmesh.model.batch import Batch, SequenceSlice
+from pdmesh.model.weights import load_model
+
+pytestmark = pytest.mark.gpu
+TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=["plain", "fp8"])
+def mesh(request):
+    arguments = ("--device", "cuda", "--prefill", "1", "--decode", "2")
+    with meshes.running_mesh(*arguments, "--latents", request.param) as running:
+        yield running
+
+
+def logits_at(model, tokens, position):
+    batch = Batch.build([SequenceSlice((0, 1, 2), 0, len(tokens), 0)], [tokens])
+    hidden = model.forward(batch, model.new_latents(3), "mha")
+    return model.logits(hidden[position : position + 1])[0]
+
+
+def check_answer(model, prompt, given, expected):
+    """Tokens are the reference's up to a place where its two best are nearly as likely."""
+    pairs = enumerate(zip(given, expected, strict=False))
+    different = next((i for i, (a, b) in pairs if a != b), None)
+    if different is None:
+        return 0
+    whole = [*prompt, *expected]
+    logits = logits_at(model, whole, len(prompt) + different - 1)
+    gap = float(logits.max() - logits[given[different]])
+    # An FP8 logit is off by 4 % of the spread in the root mean square, by five times that at most.
+    assert gap < 2 * 5 * 0.04 * float(logits.std()), (different, given, expected)
+    return 1
+
+
+async def test_answers_are_those_of_the_reference_but_for_near_ties(mesh):
+    model = load_model(shipped_model())
+    talks = [
+        (whole[: len(whole) - count], whole[len(whole) - count :])
+        for whole, count in conversations(model, shipped_model(), TOKENS)
+    ]
+    async with meshes.chat_stub(mesh.address) as stub:
+        calls = [meshes.ask(stub, prompt, max_tokens=TOKENS) for prompt, _ in talks * 3]
+        answers = await asyncio.gather(*calls)
+    for answer, (prompt, expected) in zip(answers, talks * 3, strict=True):
+        assert answer.finish in ("stop", "length")
+        check_answer(model, prompt, answer.token_ids, expected)
+    assert await mesh.problems() == []
+
+
+async def test_a_chat_streams_and_drafts_are_accepted(mesh):
+    async with meshes.chat_stub(mesh.address) as stub:
+        answer = await meshes.ask(stub, "Hello! Who are you?", max_tokens=60)
+    assert "pdmesh" in answer.text or "model" in answer.text, answer.text
+    decoders = [status for status in await mesh.statuses() if status.role == "decode"]
+    assert sum(status.accepted for status in decoders) > 0
+    log = mesh.log()
+    assert "captured a decode graph" in log
+    assert "flash_mla" in log or "triton" in log
+
+
+def test_the_pages_of_all_workers_fit_the_device(mesh):
+    free, total = torch.cuda.mem_get_info()
+    assert free > 0.02 * total

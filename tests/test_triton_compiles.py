@@ -1,0 +1,66 @@
+"""Every Triton kernel compiles for sm_90 and fits into a multiprocessor's shared memory.
+
+Needs no device, and a process of its own: where TRITON_INTERPRET is set nothing is compiled.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from pdmesh.kernels.triton.ahead import SHARED_LIMIT  # noqa: E402
+from pdmesh.kernels.triton.catalogue import ENTRIES, Entry  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = sorted(
+    path.stem
+    for path in (ROOT / "kernels" / "triton").glob("*.py")
+    if "_kernel(" in path.read_text()
+)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """What `python -m pdmesh.kernels.triton.ahead` says of each entry; by name."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT / ".pythonpath")
+    command = [sys.executable, "-P", "-m", "pdmesh.kernels.triton.ahead"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line["name"]: line for line in lines}
+
+
+def test_no_two_entries_have_one_name():
+    assert len({entry.name for entry in ENTRIES}) == len(ENTRIES)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_a_kernel_compiles_and_its_shared_memory_fits(entry, compiled):
+    line = compiled[entry.name]
+    assert "error" not in line, line["error"]
+    assert 0 <= line["shared"] <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_kernel_of_a_module_has_an_entry(module):
+    text = (ROOT / "kernels" / "triton" / f"{module}.py").read_text()
+    kernels = {
+        line.split("(")[0].removeprefix("def ")
+        for line in text.splitlines()
+        if line.startswith("def ") and line.split("(")[0].endswith("_kernel")
+    }
+    listed = {entry.kernel for entry in ENTRIES if entry.module == module}
+    assert kernels <= listed, f"not in the catalogue: {sorted(kernels - listed)}"
+
+
+def test_an_entry_that_is_not_the_kernels_is_refused():
+    from pdmesh.kernels.triton import ahead
+
+    with pytest.raises(ValueError, match="types and constants"):
+        ahead.compiled(Entry("place", "place_kernel", "*i32", {"BLOCK": 16}))
