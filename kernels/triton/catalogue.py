@@ -44,6 +44,8 @@ _ROPE = (
 )
 _PROJECT = "*bf16! {} *fp32! i32! i32! i32! i32!"
 _CHOOSE = "*fp32! *fp32! *i32! *i32! *fp32! i32! fp32"
+_DECODE = "*bf16! {} *bf16! *i32! *i32! *bf16! *fp32! *fp32! fp32 i32! i32 i32! i32! i32! i32! i32"
+_PREFILL = "*bf16! *bf16! *bf16! *i32! *i32! *bf16! fp32 i32! i32! i32! i32! i32! i32!"
 _QUANTISE = "*bf16! *fp8e4nv! *fp32! i32 i32! i32! i32! i32 i32"
 
 ENTRIES = (
@@ -162,5 +164,55 @@ ENTRIES = (
         "*fp32! *fp64! *fp64! *fp64! *i64! *fp64! *i64! i32! i32! i32!",
         {"BLOCK": 4096, "BLOCKS": 32},
         {"num_warps": 8},
+    ),
+    *(
+        Entry(
+            "mla_decode",
+            "decode_kernel",
+            _DECODE.format("*fp8e4nv! *fp32!" if packed else "*bf16! *bf16!"),
+            {
+                "TOKEN_STRIDE": 656 if packed else 576,
+                "SCALE_STRIDE": 164 if packed else 576,
+                "ROPE_STRIDE": 328 if packed else 576,
+                "ROWS": rows,
+                "PAGE": 64,
+                "RANK": 512,
+                "ROPE": 64,
+                "PACKED": packed,
+                "SPLITS": splits,
+                "BLOCK_M": block_m,
+                "BLOCK_N": block_n,
+            },
+            {"num_warps": warps, "num_stages": stages},
+        )
+        for rows, packed, splits, block_m, block_n, warps, stages in (
+            (2, False, 1, 64, 64, 8, 2),
+            (2, True, 4, 64, 64, 8, 2),
+            (1, False, 4, 16, 32, 4, 2),
+            (1, True, 4, 16, 32, 4, 3),
+            (1, False, 4, 32, 32, 4, 2),
+        )
+    ),
+    Entry(
+        "mla_decode",
+        "combine_kernel",
+        "*fp32! *fp32! *i32! *bf16! i32! i32! i32!",
+        {"RANK": 512, "SPLITS": 8},
+    ),
+    Entry(
+        "mla_prefill",
+        "prefill_kernel",
+        _PREFILL,
+        {
+            "HEADS": 128,
+            "QK": 192,
+            "V": 128,
+            "WIDTH": 128,
+            "REST": 64,
+            "V_WIDTH": 128,
+            "BLOCK_M": 128,
+            "BLOCK_N": 128,
+        },
+        {"num_warps": 8, "num_stages": 2},
     ),
 )
