@@ -2,6 +2,7 @@
 
 import random
 
+import put_in_process
 import pytest
 import torch
 from model_cases import tiny_model
@@ -309,3 +310,15 @@ class Far:
 
     def addresses(self, memory):
         return memory.data_ptr(), 0
+
+
+@pytest.mark.parametrize("mapped", [lambda rank: (), lambda rank: (rank,)], ids=["all", "others"])
+def test_rows_and_outputs_are_put_to_peers_that_are_not_mapped(monkeypatch, mapped):
+    placement = scattered(3, EXPERTS, seed=3)
+    group = Group(placement, sized(placement), mapped=mapped)
+    puts = put_in_process.install(monkeypatch, group.heaps)
+    for seed, (kind, counts) in enumerate(
+        (("balanced", (5, 0, 2)), ("skewed", (1, 5, 5)), ("one", (5, 5, 0)), ("padded", (5, 1, 5)))
+    ):
+        group.check(*inputs(group.size, counts, kind, EXPERTS, seed))
+    assert puts.calls > 4 * 3 * 2
