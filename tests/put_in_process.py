@@ -24,7 +24,7 @@ class Puts:
         for blocks in self.blocks:
             for block in blocks:
                 offset = address - block.data_ptr()
-                if 0 <= offset and offset + size <= block.numel():
+                if offset >= 0 and offset + size <= block.numel():
                     return blocks[pe].data_ptr() + offset
         raise AssertionError("a put to what is no symmetric memory")
 
