@@ -312,13 +312,18 @@ class Far:
         return memory.data_ptr(), 0
 
 
-@pytest.mark.parametrize("mapped", [lambda rank: (), lambda rank: (rank,)], ids=["all", "others"])
+@pytest.mark.parametrize(
+    "mapped",
+    [
+        pytest.param(lambda rank: (), id="to all", marks=pytest.mark.full),
+        pytest.param(lambda rank: (rank,), id="to others"),
+    ],
+)
 def test_rows_and_outputs_are_put_to_peers_that_are_not_mapped(monkeypatch, mapped):
-    placement = scattered(3, EXPERTS, seed=3)
+    placement = scattered(2, EXPERTS, seed=3)
     group = Group(placement, sized(placement), mapped=mapped)
     puts = put_in_process.install(monkeypatch, group.heaps)
-    for seed, (kind, counts) in enumerate(
-        (("balanced", (5, 0, 2)), ("skewed", (1, 5, 5)), ("one", (5, 5, 0)), ("padded", (5, 1, 5)))
-    ):
+    steps = (("balanced", (5, 0)), ("skewed", (1, 3)), ("one", (2, 5)))
+    for seed, (kind, counts) in enumerate(steps):
         group.check(*inputs(group.size, counts, kind, EXPERTS, seed))
-    assert puts.calls > 4 * 3 * 2
+    assert puts.calls > 2 * len(steps)
