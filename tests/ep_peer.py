@@ -25,6 +25,8 @@ from pdmesh.model.parallel.placement import Placement
 from pdmesh.model.parallel.replicas import ReplicaTable
 
 EXPERTS, TOP = 32, 8
+TRACE = "EP_TRACE" in os.environ
+"""Say on stderr what is done, and where a rank stands when it takes long or loses another."""
 
 
 class Peer:
@@ -35,7 +37,21 @@ class Peer:
         self.ends: dict[str, tuple] = {}
 
     def do(self, command: dict) -> object:
-        return getattr(self, command.pop("do"))(**command)
+        try:
+            return getattr(self, command.pop("do"))(**command)
+        except RankLost:
+            for key, (end, _, _) in self.ends.items() if TRACE else ():
+                lane = end.lanes[0]
+                told = {
+                    name: lane._view(getattr(lane, name)).view(torch.int64).tolist()
+                    for name in ("_tags", "_arrivals", "_returned")
+                }
+                told |= {
+                    name: getattr(lane, name).tolist()
+                    for name in ("step", "_seen", "_seen_back", "_units", "_rows_to", "_pairs_to")
+                }
+                sys.stderr.write(f"rank {self.heap.rank} lost {end._lost.tolist()} {key}: {told}\n")
+            raise
 
     def meet(self) -> None:
         torch.cuda.synchronize()
@@ -53,7 +69,9 @@ class Peer:
             )
             tables = [ReplicaTable.build(placement, 0, self.heap.device)]
             mapped = None if path == "mapped" else [self.heap.rank]
-            end = NvshmemExperts(self.heap, tables, size, mapped, lanes=1, timeout_s=30.0)
+            end = NvshmemExperts(
+                self.heap, tables, size, mapped, lanes=1, timeout_s=5.0 if TRACE else 30.0
+            )
             self.meet()
             self.ends[key] = (end, tables[0], size)
         return self.ends[key]
@@ -208,10 +226,9 @@ def main() -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     peer = Peer(NvshmemHeap.join(bytes.fromhex(job_id), rank, size, device))
     print(json.dumps("ready"), file=answers, flush=True)
-    if "EP_TRACE" in os.environ:
-        faulthandler.dump_traceback_later(20, repeat=True)
     for line in sys.stdin:
-        if "EP_TRACE" in os.environ:
+        if TRACE:
+            faulthandler.dump_traceback_later(8, repeat=True)
             sys.stderr.write(f"{time.monotonic():.1f} rank {rank}: {line}")
         print(json.dumps(peer.do(json.loads(line))), file=answers, flush=True)
     os._exit(0)  # leaving the job is collective, and a test may have killed a peer

@@ -60,12 +60,20 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 class Group:
     """All ranks of one process over `placement`."""
 
-    def __init__(self, placement, size: ExchangeSize, device="cpu", lanes=1, timeout_s=2.0, **more):
+    def __init__(self, placement, size, device="cpu", lanes=1, timeout_s=2.0, mapped=None, **more):
         self.size, self.device = size, device
         self.heaps = in_process_heaps(size.ranks, device)
         self.tables = [ReplicaTable.build(placement, 0, device)]
         self.ends = [
-            NvshmemExperts(heap, self.tables, size, lanes=lanes, timeout_s=timeout_s, **more)
+            NvshmemExperts(
+                heap,
+                self.tables,
+                size,
+                None if mapped is None else mapped(heap.rank),
+                lanes,
+                timeout_s,
+                **more,
+            )
             for heap in self.heaps
         ]
         self.step = 0

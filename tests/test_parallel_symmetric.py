@@ -2,6 +2,7 @@
 
 import random
 
+import put_in_process
 import pytest
 import torch
 from model_cases import tiny_model
@@ -309,3 +310,20 @@ class Far:
 
     def addresses(self, memory):
         return memory.data_ptr(), 0
+
+
+@pytest.mark.parametrize(
+    "mapped",
+    [
+        pytest.param(lambda rank: (), id="to all", marks=pytest.mark.full),
+        pytest.param(lambda rank: (rank,), id="to others"),
+    ],
+)
+def test_rows_and_outputs_are_put_to_peers_that_are_not_mapped(monkeypatch, mapped):
+    placement = scattered(2, EXPERTS, seed=3)
+    group = Group(placement, sized(placement), mapped=mapped)
+    puts = put_in_process.install(monkeypatch, group.heaps)
+    steps = (("balanced", (5, 0)), ("skewed", (1, 3)), ("one", (2, 5)))
+    for seed, (kind, counts) in enumerate(steps):
+        group.check(*inputs(group.size, counts, kind, EXPERTS, seed))
+    assert puts.calls > 2 * len(steps)
