@@ -14,7 +14,8 @@ import sys
 import time
 from typing import Any
 
-from pdmesh.kernels.triton.catalogue import ENTRIES, Entry
+from pdmesh.kernels.triton.catalogue import ENTRIES
+from pdmesh.kernels.triton.entry import Entry
 
 SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory that a program can have on sm_90 (CUDA C++ programming guide, table of

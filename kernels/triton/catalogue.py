@@ -6,36 +6,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A kernel and one way to launch it.
-
-    Attributes:
-        module: within this package.
-        kernel: its name there.
-        types: what the arguments are, in their order and separated by blanks: "*bf16", "i32",
-            "fp32", ...; a "!" behind says that it is divisible by 16, as torch's pointers are and
-            sizes often.
-        constants: the constexpr arguments by name, which come after the others.
-        options: num_warps, num_stages, enable_fp_fusion.
-    """
-
-    module: str
-    kernel: str
-    types: str
-    constants: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """Module, kernel and constants, as a test names it."""
-        values = "-".join(str(value) for value in self.constants.values())
-        return f"{self.module}.{self.kernel}[{values}]"
-
+from pdmesh.kernels.triton.catalogue_exchange import EXCHANGE
+from pdmesh.kernels.triton.catalogue_products import PRODUCTS
+from pdmesh.kernels.triton.entry import Entry
 
 _NORM = "*bf16! *bf16! *bf16! *fp8e4nv! *fp32! *bf16! i32! i32! i32! i32! i32 fp32"
 _ROPE = (
@@ -215,4 +188,6 @@ ENTRIES = (
         },
         {"num_warps": 8, "num_stages": 2},
     ),
+    *PRODUCTS,
+    *EXCHANGE,
 )
