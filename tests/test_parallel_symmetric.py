@@ -50,14 +50,15 @@ def test_what_arrives_and_what_comes_back_are_bit_for_bit_the_definition(kind, c
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_placements_batches_and_widths_equal_the_definition(seed):
     rng = random.Random(seed)
     ranks = rng.choice([1, 2, 3, 5, 8])
     placement = scattered(ranks, 16, seed, most=4)
-    size = sized(placement, rng.choice([1, 9, 17]), rng.choice([128, 256, 896]), 9 * 8 * 17)
+    tokens = rng.choice([1, 5, 9])
+    size = sized(placement, tokens, rng.choice([128, 256, 896]), ranks * tokens)
     group = Group(placement, size)
-    for step in range(3):
+    for step in range(2):
         counts = [rng.choice([0, 1, size.tokens]) for _ in range(ranks)]
         kind = rng.choice(["balanced", "skewed", "one", "padded"])
         group.check(*inputs(size, counts, kind, 16, seed + 1000 * step))
@@ -142,7 +143,7 @@ def test_ranks_that_run_ahead_overwrite_nothing_that_others_still_read(seed):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(100, 160))
+@pytest.mark.parametrize("seed", range(100, 130))
 def test_ranks_at_any_pace_get_the_same_sums(seed):
     assert Walk(seed, exchanges=6, ranks=random.Random(seed).choice([2, 3, 4])).go()
 
