@@ -126,7 +126,7 @@ def plan_memory(
         raise ConfigError(
             f"the model does not fit: weights need {weights / GB:.1f} GB, steps {steps / GB:.1f} "
             f"GB and {needed}, and this worker may use {budget / GB:.1f} GB of the device's "
-            f"{total / GB:.1f}, of which {free / GB:.1f} are free; use fewer workers on a device, fewer pages, a smaller batch, or "
-            "more devices"
+            f"{total / GB:.1f}, of which {free / GB:.1f} are free; use fewer workers on a device, "
+            "fewer pages, a smaller batch, or more devices"
         )
     return MemoryPlan(budget, weights, steps, wanted, page)
