@@ -71,6 +71,12 @@ def shares(call: Callable[[], object], most: int = 16) -> list[tuple[str, int, f
     return sorted(rows, key=lambda row: -row[2])[:most]
 
 
+def print_shares(call: Callable[[], object]) -> None:
+    """A line for each of the longest kernels of a call."""
+    for name, launches, ms in shares(call):
+        print(f"    {ms:8.3f} ms {launches:5} x {name}", flush=True)
+
+
 def decode_batch(count: int, keys: int, rows: int, shift: int = 0) -> Batch:
     """`count` sequences of `keys` keys, the last `rows` of which are computed."""
     pages = -(-(keys + 1) // PAGE)
@@ -100,8 +106,7 @@ def measure_decode(
     graph = statistics.median(event_times(replay, 10))
     whole = statistics.median(wall_times(step, 10))
     if profiled:
-        for name, launches, ms in shares(replay):
-            print(f"    {ms:8.3f} ms {launches:5} x {name}")
+        print_shares(replay)
     began = time.perf_counter()
     for _ in range(20):
         decode_batch(count, keys, rows)
@@ -157,7 +162,7 @@ def measure_runner(model: DeviceModel, pool: Tensor, count: int, keys: int) -> d
     }
 
 
-def measure_prefill(model: DeviceModel, pool: Tensor, tokens: int) -> dict:
+def measure_prefill(model: DeviceModel, pool: Tensor, tokens: int, profiled: bool = False) -> dict:
     table = tuple(range(-(-tokens // PAGE)))
     batch = Batch.build([SequenceSlice(table, 0, tokens, 0)], [[7] * tokens], PAGE, "cuda")
     values = torch.randint(0, model.config.vocab_size, (tokens,), device="cuda")
@@ -166,6 +171,8 @@ def measure_prefill(model: DeviceModel, pool: Tensor, tokens: int) -> dict:
     call()
     ms = statistics.median(wall_times(call, 5))
     per_second = tokens / ms * 1e3
+    if profiled:
+        print_shares(call)
     return {
         "what": "prefill",
         "tokens": tokens,
@@ -210,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results.append(measure_runner(model, pool, count, options.keys))
         print(json.dumps(results[-1]), flush=True)
     for tokens in options.prompt:
-        results.append(measure_prefill(model, pool, tokens))
+        results.append(measure_prefill(model, pool, tokens, options.profile))
         print(json.dumps(results[-1]), flush=True)
     print(f"peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
     if out := os.environ.get("OUT"):
