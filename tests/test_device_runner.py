@@ -1,4 +1,4 @@
-"""A decode runner over captured steps, with MTP drafts: the tokens of the reference, page by page."""
+"""A decode runner over captured steps, with MTP drafts: tokens and pages of the reference."""
 
 import pytest
 import test_decode_runner as rig
