@@ -76,6 +76,14 @@ def test_a_sum_is_kept_and_normalised(m, k, with_normed):
         torch.testing.assert_close(normed, want_normed, rtol=2**-7, atol=1e-7)
 
 
+def test_a_program_may_have_several_rows():
+    x, residual, weight = (rows_with_extremes(n, 300, i) for i, n in enumerate((9, 9, 1)))
+    want, _ = norm.add_rms_norm_quantise(x, residual.clone(), weight[0], EPS)
+    got, _ = norm.add_rms_norm_quantise(x, residual.clone(), weight[0], EPS, programs=1)
+    assert torch.equal(got.values.float(), want.values.float())
+    assert torch.equal(got.scales, want.scales)
+
+
 def test_the_first_columns_of_wider_rows_are_normalised_where_they_stand():
     both, weight = rows_with_extremes(5, 256 + 72), rows_with_extremes(1, 256, 1)[0]
     got, _ = norm.rms_norm_quantise(both[:, :256], weight, EPS)

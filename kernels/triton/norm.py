@@ -36,7 +36,7 @@ def rms_norm_kernel(
     KEEP: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    # A program keeps the weight for all of its rows.
+    # A program that has several rows keeps the weight for all of them.
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < k
@@ -68,7 +68,7 @@ def rms_norm_quantise(
     out: Rows | None = None,
     normed_out: Tensor | None = None,
     num_warps: int | None = None,
-    programs: int = 4,
+    programs: int | None = None,
 ) -> tuple[Rows, Tensor]:
     """`rms_norm` of x [m, k] bfloat16, quantised, and the normalised rows themselves [m, k].
 
@@ -83,7 +83,7 @@ def rms_norm_quantise(
         out: where the quantised rows go; made if it is None.
         normed_out: where the normalised rows go [m, k], contiguous.
         num_warps: warps of a program, for tuning.
-        programs: programs a multiprocessor, for tuning.
+        programs: programs a multiprocessor, for tuning; None: a program a row.
     """
     return _norm(x, None, weight, eps, with_normed, out, normed_out, (num_warps, programs))
 
@@ -98,7 +98,7 @@ def add_rms_norm_quantise(
     out: Rows | None = None,
     normed_out: Tensor | None = None,
     num_warps: int | None = None,
-    programs: int = 4,
+    programs: int | None = None,
 ) -> tuple[Rows, Tensor]:
     """Adds x [m, k] to `residual` [m, k] in place, then as `rms_norm_quantise` of the sum."""
     if residual.shape != x.shape or residual.dtype != torch.bfloat16:
@@ -114,7 +114,7 @@ def _norm(
     with_normed: bool,
     out: Rows | None,
     normed_out: Tensor | None,
-    tuning: tuple[int | None, int],
+    tuning: tuple[int | None, int | None],
 ) -> tuple[Rows, Tensor]:
     rows, stride = rows_of(x)
     k = x.shape[1]
@@ -127,7 +127,8 @@ def _norm(
     if rows == 0:
         return out, normed_out
     groups = power_of_two(-(-k // BLOCK))
-    rms_norm_kernel[(min(rows, programs * multiprocessors(x)),)](
+    grid = rows if programs is None else min(rows, programs * multiprocessors(x))
+    rms_norm_kernel[(grid,)](
         x,
         x if residual is None else residual,
         weight,
