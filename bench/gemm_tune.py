@@ -184,9 +184,10 @@ def cluster_candidates(rows_tried: list[int]) -> list[Candidate]:
     for m in rows_tried:
         for name, (many, few) in CLUSTERS.items():
             for place, (block, split, pair) in enumerate(many if m > 128 else few):
-                tile = ClusterTile(block, split, pair, cluster_stages(block, split), True)
-                tiles = [tile, tile._replace(dependent=False)] if place < 2 else [tile]
-                every += [Candidate("cuda", name, m, SHAPES[name], tuple(t)) for t in tiles]
+                tile = ClusterTile(block, split, pair, cluster_stages(block, split))
+                for dependent in (True, False) if place < 2 else (True,):
+                    config = (*tile, dependent)
+                    every.append(Candidate("cuda", name, m, SHAPES[name], config))
     return sorted(every, key=lambda c: c.config[:4])
 
 
@@ -220,7 +221,9 @@ def run(c: Candidate, given: tuple[Any, ...], out: Any = None) -> Any:
     if c.op == "dense":
         return fp8_gemm(*given, out=out, config=SplitConfig(*c.config))
     if c.op == "cuda":
-        return cuda_gemm.fp8_gemm(*given, out=out, tile=ClusterTile(*c.config))
+        return cuda_gemm.fp8_gemm(
+            *given, out=out, tile=ClusterTile(*c.config[:4]), dependent=c.config[4]
+        )
     if c.op == "absorb":
         return absorbed.absorb_query(*given, 0.1, out=out, config=HeadConfig(*c.config))
     return absorbed.project_values_quantise(*given, out=out, config=HeadConfig(*c.config))

@@ -92,7 +92,8 @@ def dense(table: Table, generator: torch.Generator, rows_tried: list[int]) -> No
         "deep_gemm": deep_gemm_backend.fp8_gemm,
         "cublaslt": cublaslt_backend.fp8_gemm,
         "split": splitk_gemm.fp8_gemm,
-        "cuda": cuda_gemm.fp8_gemm,
+        "cluster": cuda_gemm.fp8_gemm,
+        "cluster pdl": functools.partial(cuda_gemm.fp8_gemm, dependent=True),
     }
     for name, (n, k) in SHAPES.items():
         weights = [weight(generator, n, k) for _ in range(copies(n * k))]

@@ -86,7 +86,7 @@ def absorb_query(
     Args:
         query, rotated: [m, heads, 128 and 64] bfloat16; starts and strides in 8s, the last one.
         out: bfloat16, contiguous, written and returned.
-        dependent: see `gemm_config.ClusterTile`.
+        dependent: see `cuda_gemm.fp8_gemm`.
 
     Raises:
         RuntimeError: it does not compile or cannot be launched.
@@ -127,7 +127,7 @@ def project_values_quantise(
     Args:
         latent: [m, heads, 512] bfloat16; start and strides in 8s, the last one.
         out: values contiguous, scales as `new_scales` makes them; written and returned.
-        dependent: see `gemm_config.ClusterTile`.
+        dependent: see `cuda_gemm.fp8_gemm`.
 
     Raises:
         RuntimeError: it does not compile or cannot be launched.

@@ -16,18 +16,16 @@ from torch import Tensor
 
 from pdmesh.kernels import cuda_build
 from pdmesh.kernels.cuda_build import unavailable
-from pdmesh.kernels.fp8 import BLOCK
 from pdmesh.kernels.gemm_config import ClusterTile, cluster_tile
 from pdmesh.kernels.quantised import BlockWeight, Rows
 
-MOST_STEPS = 256
 __all__ = ["clusters", "fp8_gemm", "source", "unavailable", "unsupported"]
 
 
 def unsupported(n: int, k: int) -> str | None:
     """Why it does not take a weight [n, k]; None if it does."""
-    if n % 8 or k % 16 or k > MOST_STEPS * BLOCK:
-        return f"it takes n in 8s and k in 16s up to {MOST_STEPS * BLOCK}, not {n} x {k}"
+    if n % 8 or k % 16:
+        return f"it takes n in 8s and k in 16s, not {n} x {k}"
     return None
 
 
@@ -59,12 +57,19 @@ def clusters(tile: ClusterTile) -> int:
 
 
 def fp8_gemm(
-    x: Rows, weight: BlockWeight, *, out: Tensor | None = None, tile: ClusterTile | None = None
+    x: Rows,
+    weight: BlockWeight,
+    *,
+    out: Tensor | None = None,
+    tile: ClusterTile | None = None,
+    dependent: bool = False,
 ) -> Tensor:
     """`quantised.fp8_gemm`: [m, n] bfloat16, in `out` if given, whose rows are contiguous.
 
     Args:
         tile: by default `gemm_config.cluster_tile` of the shape.
+        dependent: programmatic dependent launch: weights are asked for while the kernel before
+            still runs. That kernel must not write the weights.
 
     Raises:
         ValueError: the scales of x do not lie as `quantised.new_scales` lays them.
@@ -91,7 +96,7 @@ def fp8_gemm(
         m,
         n,
         k,
-        int(tile.dependent),
+        int(dependent),
         torch.cuda.current_stream().cuda_stream,
     )
     if code:

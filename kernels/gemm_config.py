@@ -40,15 +40,12 @@ class ClusterTile(NamedTuple):
         split: thread blocks that share the sum, 1, 2, 4 or 8.
         pair: 2 if two tiles of rows share the weight that is read, else 1.
         stages: steps of 128 values in flight.
-        dependent: programmatic dependent launch: weights are asked for while the kernel before
-            still runs. That kernel must not write the weights.
     """
 
     block_n: int
     split: int
     pair: int
     stages: int = 4
-    dependent: bool = False
 
 
 SPLITS: dict[tuple[int, int], dict[int, SplitConfig]] = {
@@ -112,8 +109,8 @@ _STEP_US, _COLUMN_US, _START_US, _SPLIT_US = 0.10, 0.0015, 2.5, 0.4
 
 
 def cluster_stages(block_n: int, split: int) -> int:
-    """Steps in flight that shared memory has room for, beside a tile's sums if they are shared."""
-    sums = 128 * (block_n + 8) * 4 if split > 1 else 0
+    """Steps in flight that shared memory has room for, beside a tile's result."""
+    sums = 128 * (block_n + 8) * (4 if split > 1 else 2)
     return min(_MOST_STAGES, (_SHARED_BYTES - sums) // ((128 + block_n) * BLOCK + 512))
 
 

@@ -13,20 +13,17 @@
 constexpr int BLOCK_M = 128;
 constexpr int GROUP = 128;  // values of k with one scale, and bytes of a swizzled row
 constexpr int CLUSTER = SPLIT * PAIR;
-constexpr int MOST_STEPS = 256;
 constexpr int X_BYTES = BLOCK_M * GROUP;
 constexpr int W_BYTES = BLOCK_N * GROUP;
 constexpr int SCALE_BYTES = BLOCK_M * 4;
 constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int SUM_PITCH = BLOCK_N % 32 == 8 || BLOCK_N % 32 == 24 ? BLOCK_N : BLOCK_N + 8;
-constexpr int SUM_BYTES = BLOCK_M * SUM_PITCH * 4;
 constexpr int PART_ROWS = BLOCK_M / SPLIT;  // of the result, which a thread block adds up
-constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-constexpr int SUMS_AT = SPLIT > 1 ? RING_BYTES : 0;  // alone, it takes the ring's memory
-static_assert(RING_BYTES >= SUM_BYTES, "the sums of a tile fit");
-constexpr int SCALES_AT = RING_BYTES + (SPLIT > 1 ? SUM_BYTES : 0);
-constexpr int WEIGHT_SCALES_AT = SCALES_AT + STAGES * SCALE_BYTES;
-constexpr int BARRIERS_AT = WEIGHT_SCALES_AT + 2 * MOST_STEPS * 4;
+constexpr int OUT_PITCH = BLOCK_N + 8;      // of bfloat16
+constexpr int OUT_BYTES = SPLIT > 1 ? BLOCK_M * SUM_PITCH * 4 : BLOCK_M * OUT_PITCH * 2;
+constexpr int OUT_AT = STAGES * STAGE_BYTES;
+constexpr int SCALES_AT = OUT_AT + OUT_BYTES;
+constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALE_BYTES;
 constexpr int SHARED_BYTES = BARRIERS_AT + (2 * STAGES + 1) * 8 + 1024;
 constexpr bool CROSSES = 128 % BLOCK_N != 0;  // a tile may lie in two blocks of weights
 constexpr int THREADS = 288;
@@ -88,17 +85,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ uint8_t raw[];
   const uint32_t base = (address(raw) + 1023) & ~1023u;
   uint8_t* const shared = raw + (base - address(raw));
-  float* const weight_scales = reinterpret_cast<float*>(shared + WEIGHT_SCALES_AT);
   const uint32_t full = base + BARRIERS_AT, empty = full + STAGES * 8;
   const uint32_t summed = empty + STAGES * 8;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
   const int part = rank / PAIR, member = rank % PAIR;
-  const int tile = blockIdx.x / CLUSTER;
   const int groups_m = (m + PAIR * BLOCK_M - 1) / (PAIR * BLOCK_M);
-  const int row0 = (tile % groups_m * PAIR + member) * BLOCK_M;
-  const int column0 = tile / groups_m * BLOCK_N;
+  const int tiles = groups_m * ((n + BLOCK_N - 1) / BLOCK_N), apart = gridDim.x / CLUSTER;
+  const auto row_of = [&](int tile) { return (tile % groups_m * PAIR + member) * BLOCK_M; };
+  const auto column_of = [&](int tile) { return tile / groups_m * BLOCK_N; };
   const int steps = (k + GROUP - 1) / GROUP;
   const int first = steps * part / SPLIT, count = steps * (part + 1) / SPLIT - first;
 
@@ -127,36 +123,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       // Weights that pass by once need not be kept by the L2 cache: evict first, else normally.
       const uint64_t policy = groups_m == 1 ? 0x12F0000000000000ull : 0x1000000000000000ull;
       const uint16_t members = ((1 << PAIR) - 1) << (part * PAIR);
-      const auto expect = [&](int i) {
+      const auto expect = [&](int turn) {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                         full + i % STAGES * 8),
+                         full + turn % STAGES * 8),
                      "r"(row_bytes + W_BYTES)
                      : "memory");
       };
-      const auto weights = [&](int i) {
-        const int s = i % STAGES;
-        if (PAIR == 1 || i % PAIR == member)
-          load_weight(base + s * STAGE_BYTES + X_BYTES, &w_map, (first + i) * GROUP, column0,
-                      full + s * 8, members, policy);
+      const auto weights = [&](int turn, int tile, int i) {
+        const int s = turn % STAGES;
+        if (PAIR == 1 || turn % PAIR == member)
+          load_weight(base + s * STAGE_BYTES + X_BYTES, &w_map, (first + i) * GROUP,
+                      column_of(tile), full + s * 8, members, policy);
       };
-      const auto rows = [&](int i) {
-        const int s = i % STAGES;
+      const auto rows = [&](int turn, int tile, int i) {
+        const int s = turn % STAGES, row0 = row_of(tile);
         load(base + s * STAGE_BYTES, &x_map, (first + i) * GROUP, row0, full + s * 8);
         load(base + SCALES_AT + s * SCALE_BYTES, &scale_map, row0, first + i, full + s * 8);
       };
+      int tile = blockIdx.x / CLUSTER, turn = 0;
       const int ahead = min(count, STAGES);
-      for (int i = 0; i < ahead; ++i) {
-        expect(i);
-        weights(i);
+      for (; turn < ahead; ++turn) {
+        expect(turn);
+        weights(turn, tile, turn);
       }
       // x is the output of the kernel before; the weights are not.
       asm volatile("griddepcontrol.wait;" ::: "memory");
-      for (int i = 0; i < ahead; ++i) rows(i);
-      for (int i = ahead; i < count; ++i) {
-        wait(empty + i % STAGES * 8, (i / STAGES - 1) & 1);
-        expect(i);
-        weights(i);
-        rows(i);
+      for (int i = 0; i < ahead; ++i) rows(i, tile, i);
+      for (int i = ahead; tile < tiles; tile += apart, i = 0) {
+        for (; i < count; ++i, ++turn) {
+          if (turn >= STAGES) wait(empty + turn % STAGES * 8, (turn / STAGES - 1) & 1);
+          expect(turn);
+          weights(turn, tile, i);
+          rows(turn, tile, i);
+        }
       }
     }
     __syncwarp();
@@ -165,17 +164,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return;
   }
 
-  const int block = column0 / 128, blocks = (n + 127) / 128;
-  const int next_block = min(block + 1, blocks - 1);
-  for (int i = threadIdx.x; i < count; i += 256) {
-    weight_scales[i] = w_scales[block * w_scale_row + first + i];
-    if (CROSSES) weight_scales[MOST_STEPS + i] = w_scales[next_block * w_scale_row + first + i];
-  }
-  asm volatile("bar.sync 1, 256;" ::: "memory");
   const int half = warp / 4;
   const int row = half * 64 + warp % 4 * 16 + lane / 4;  // and row + 8
-  const bool used = row0 + half * 64 < m;
-  const int boundary = CROSSES ? ((block + 1) * 128 - column0) / 8 : BLOCK_N / 8;
   // The products have been waited for: nothing is left that a wider release would have to order.
   const auto release = [&](uint32_t barrier) {
     __syncwarp();
@@ -186,88 +176,108 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (PAIR == 1 && lane == 0)
       asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
   };
-  float sums[BLOCK_N / 2], product[BLOCK_N / 2];
+  int turn = 0;
+  for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += apart) {
+    const int row0 = row_of(tile), column0 = column_of(tile), block = column0 / 128;
+    const bool used = row0 + half * 64 < m;
+    const int boundary = CROSSES ? ((block + 1) * 128 - column0) / 8 : BLOCK_N / 8;
+    const float* const near_scales = w_scales + block * w_scale_row + first;
+    const float* const far_scales =
+        CROSSES && (block + 1) * 128 < n ? near_scales + w_scale_row : near_scales;
+    float sums[BLOCK_N / 2], product[BLOCK_N / 2];
 #pragma unroll
-  for (int i = 0; i < BLOCK_N / 2; ++i) sums[i] = 0;
-  for (int i = 0; i < count; ++i) {
-    const int s = i % STAGES;
-    wait(full + s * 8, (i / STAGES) & 1);
-    const uint32_t barrier = empty + s * 8;
-    if (!used) {
+    for (int i = 0; i < BLOCK_N / 2; ++i) sums[i] = 0;
+    float next_near = __ldg(near_scales), next_far = CROSSES ? __ldg(far_scales) : 0;
+    for (int i = 0; i < count; ++i, ++turn) {
+      const int s = turn % STAGES;
+      const float near = next_near, far = next_far;
+      if (i + 1 < count) {
+        next_near = __ldg(near_scales + i + 1);
+        if (CROSSES) next_far = __ldg(far_scales + i + 1);
+      }
+      wait(full + s * 8, (turn / STAGES) & 1);
+      const uint32_t barrier = empty + s * 8;
+      if (!used) {
+        release(barrier);
+        continue;
+      }
+      const float* scales = reinterpret_cast<const float*>(shared + SCALES_AT + s * SCALE_BYTES);
+      const float upper = scales[row], lower = scales[row + 8];
+      const uint64_t a = descriptor(base + s * STAGE_BYTES + half * 64 * GROUP);
+      const uint64_t b = descriptor(base + s * STAGE_BYTES + X_BYTES);
+      pin(product);
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+      for (int part32 = 0; part32 < 4; ++part32)
+        multiply(product, a + 2 * part32, b + 2 * part32, part32 > 0);
+      wait_products();
+      pin(product);
       release(barrier);
-      continue;
-    }
-    const float* scales = reinterpret_cast<const float*>(shared + SCALES_AT + s * SCALE_BYTES);
-    const float upper = scales[row], lower = scales[row + 8];
-    const float near = weight_scales[i], far = CROSSES ? weight_scales[MOST_STEPS + i] : near;
-    const uint64_t a = descriptor(base + s * STAGE_BYTES + half * 64 * GROUP);
-    const uint64_t b = descriptor(base + s * STAGE_BYTES + X_BYTES);
-    pin(product);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int part32 = 0; part32 < 4; ++part32)
-      multiply(product, a + 2 * part32, b + 2 * part32, part32 > 0);
-    wait_products();
-    pin(product);
-    release(barrier);
-#pragma unroll
-    for (int j = 0; j < BLOCK_N / 8; ++j) {
-      const float weight = !CROSSES || j < boundary ? near : far;
-      sums[4 * j] += product[4 * j] * (upper * weight);
-      sums[4 * j + 1] += product[4 * j + 1] * (upper * weight);
-      sums[4 * j + 2] += product[4 * j + 2] * (lower * weight);
-      sums[4 * j + 3] += product[4 * j + 3] * (lower * weight);
+      for (int j = 0; j < BLOCK_N / 8; ++j) {
+        const float weight = !CROSSES || j < boundary ? near : far;
+        sums[4 * j] += product[4 * j] * (upper * weight);
+        sums[4 * j + 1] += product[4 * j + 1] * (upper * weight);
+        sums[4 * j + 2] += product[4 * j + 2] * (lower * weight);
+        sums[4 * j + 3] += product[4 * j + 3] * (lower * weight);
+      }
     }
-  }
-
-  float* const shares = reinterpret_cast<float*>(shared + SUMS_AT);
-  if (SPLIT > 1) {
-    // A warp's 16 rows go to the thread block that adds them up, beside those of the other parts.
-    if (PAIR == 1) cluster_wait();  // they have begun
-    const int to = (row - lane / 4) / PART_ROWS, rank_to = to * PAIR + member;
-    const uint32_t barrier = of_rank(summed, rank_to);
-    const int at = (part * PART_ROWS + row - to * PART_ROWS) * SUM_PITCH + lane % 4 * 2;
-    const uint32_t upper = of_rank(base + SUMS_AT + at * 4, rank_to);
-    const auto push = [&](uint32_t address, float a, float b) {
-      asm volatile(
-          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-              address),
-          "f"(a), "f"(b), "r"(barrier)
-          : "memory");
-    };
+    if constexpr (SPLIT > 1) {
+      // A warp's 16 rows go to the thread block that adds them up, beside those of other parts.
+      if (PAIR == 1) cluster_wait();  // they have begun
+      const int to = (row - lane / 4) / PART_ROWS, rank_to = to * PAIR + member;
+      const uint32_t barrier = of_rank(summed, rank_to);
+      const int at = (part * PART_ROWS + row - to * PART_ROWS) * SUM_PITCH + lane % 4 * 2;
+      const uint32_t upper = of_rank(base + OUT_AT + at * 4, rank_to);
+      const auto push = [&](uint32_t address, float a, float b) {
+        asm volatile(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
+                "r"(address),
+            "f"(a), "f"(b), "r"(barrier)
+            : "memory");
+      };
 #pragma unroll
-    for (int j = 0; j < BLOCK_N / 8; ++j) {
-      push(upper + j * 32, sums[4 * j], sums[4 * j + 1]);
-      push(upper + j * 32 + 8 * SUM_PITCH * 4, sums[4 * j + 2], sums[4 * j + 3]);
-    }
-    wait_cluster(summed, 0);
-  } else {
-    // Every tile has arrived and been read: the ring's memory takes the sums.
-    asm volatile("bar.sync 1, 256;" ::: "memory");
+      for (int j = 0; j < BLOCK_N / 8; ++j) {
+        push(upper + j * 32, sums[4 * j], sums[4 * j + 1]);
+        push(upper + j * 32 + 8 * SUM_PITCH * 4, sums[4 * j + 2], sums[4 * j + 3]);
+      }
+      wait_cluster(summed, 0);
+      const float* const shares = reinterpret_cast<const float*>(shared + OUT_AT);
+      constexpr int QUADS = BLOCK_N / 4;
+      for (int i = threadIdx.x; i < PART_ROWS * QUADS; i += 256) {
+        const int inside = i / QUADS, r = row0 + part * PART_ROWS + inside, c = i % QUADS * 4;
+        float total[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int j = 0; j < BLOCK_N / 8; ++j) {
-      float* const to = shares + row * SUM_PITCH + 8 * j + lane % 4 * 2;
-      *reinterpret_cast<float2*>(to) = make_float2(sums[4 * j], sums[4 * j + 1]);
-      *reinterpret_cast<float2*>(to + 8 * SUM_PITCH) =
-          make_float2(sums[4 * j + 2], sums[4 * j + 3]);
-    }
-    asm volatile("bar.sync 1, 256;" ::: "memory");
-  }
-  constexpr int QUADS = BLOCK_N / 4;
-  for (int i = threadIdx.x; i < PART_ROWS * QUADS; i += 256) {
-    const int inside = i / QUADS, r = part * PART_ROWS + inside, c = i % QUADS * 4;
-    float total[4] = {0, 0, 0, 0};
+        for (int p = 0; p < SPLIT; ++p) {
+          const float4 v = *reinterpret_cast<const float4*>(
+              shares + (p * PART_ROWS + inside) * SUM_PITCH + c);
+          total[0] += v.x, total[1] += v.y, total[2] += v.z, total[3] += v.w;
+        }
+        if (r < m && column0 + c < n)
+          *reinterpret_cast<uint2*>(y + r * y_stride + column0 + c) =
+              make_uint2(packed(total[0], total[1]), packed(total[2], total[3]));
+      }
+      break;
+    } else {
+      // Through memory of their own, while the copy engine is at the next tile.
+      __nv_bfloat16* const mine =
+          reinterpret_cast<__nv_bfloat16*>(shared + OUT_AT) + half * 64 * OUT_PITCH;
+      __nv_bfloat16* const to = mine + (row - half * 64) * OUT_PITCH + lane % 4 * 2;
+      half_sync(half);  // the tile before has been copied out
 #pragma unroll
-    for (int p = 0; p < SPLIT; ++p) {
-      const float4 v = *reinterpret_cast<const float4*>(
-          shares + (p * PART_ROWS + inside) * SUM_PITCH + c);
-      total[0] += v.x, total[1] += v.y, total[2] += v.z, total[3] += v.w;
-    }
-    if (row0 + r < m && column0 + c < n) {
-      __nv_bfloat162 pair[2] = {__floats2bfloat162_rn(total[0], total[1]),
-                                __floats2bfloat162_rn(total[2], total[3])};
-      *reinterpret_cast<uint2*>(y + (row0 + r) * y_stride + column0 + c) =
-          *reinterpret_cast<uint2*>(pair);
+      for (int j = 0; j < BLOCK_N / 8; ++j) {
+        *reinterpret_cast<uint32_t*>(to + 8 * j) = packed(sums[4 * j], sums[4 * j + 1]);
+        *reinterpret_cast<uint32_t*>(to + 8 * OUT_PITCH + 8 * j) =
+            packed(sums[4 * j + 2], sums[4 * j + 3]);
+      }
+      half_sync(half);
+      constexpr int EIGHTS = BLOCK_N / 8;
+      for (int i = threadIdx.x % 128; i < 64 * EIGHTS; i += 128) {
+        const int inside = i / EIGHTS, r = row0 + half * 64 + inside, c = i % EIGHTS * 8;
+        if (r < m && column0 + c < n)
+          *reinterpret_cast<uint4*>(y + r * y_stride + column0 + c) =
+              *reinterpret_cast<const uint4*>(mine + inside * OUT_PITCH + c);
+      }
     }
   }
   // A member may still say that it has read what this thread block multicast.
@@ -292,8 +302,17 @@ CUresult describe(CUtensorMap* map, CUtensorMapDataType type, const void* data, 
 cudaLaunchConfig_t clustered(int m, int n, cudaStream_t stream, cudaLaunchAttribute* attributes,
                           int dependent) {
   cudaLaunchConfig_t config = {};
+  // Parts of a sum meet once: a cluster for each tile. Else clusters take tiles in turn.
   const int groups_m = (m + PAIR * BLOCK_M - 1) / (PAIR * BLOCK_M);
-  config.gridDim = dim3(groups_m * ((n + BLOCK_N - 1) / BLOCK_N) * CLUSTER);
+  const int tiles = groups_m * ((n + BLOCK_N - 1) / BLOCK_N);
+  static const int processors = [] {
+    int device = 0, count = 132;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    return count;
+  }();
+  const int clusters = SPLIT > 1 || tiles < processors / PAIR ? tiles : processors / PAIR;
+  config.gridDim = dim3(clusters * CLUSTER);
   config.blockDim = dim3(THREADS);
   config.dynamicSmemBytes = SHARED_BYTES;
   config.stream = stream;
