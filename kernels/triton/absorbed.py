@@ -181,7 +181,7 @@ def project_values_kernel(
 
 
 def _rows(m: int, most: int) -> int:
-    return min(most, max(16, triton.next_power_of_2(m)))
+    return min(most, max(16, int(triton.next_power_of_2(m))))
 
 
 def absorb_config(m: int, heads: int) -> HeadConfig:
