@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pdmesh.decode.drafter import SequenceRows
 from pdmesh.decode.runner import DecodeRunner
+from pdmesh.kernels.quantised import Rows
 from pdmesh.model.batch import Batch, SequenceSlice
 from pdmesh.model.device.building import build_weights
 from pdmesh.model.device.full_width import full_width
@@ -32,6 +33,7 @@ from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.padding import padded
 from pdmesh.model.device.sources import RandomSource
 from pdmesh.model.sampling_state import SamplingState
+from pdmesh.wire.errors import PdmeshError
 from pdmesh.wire.sampling import SamplingParams
 
 PAGE = 64
@@ -71,6 +73,50 @@ def shares(call: Callable[[], object], most: int = 16) -> list[tuple[str, int, f
     return sorted(rows, key=lambda row: -row[2])[:most]
 
 
+def print_shares(call: Callable[[], object]) -> None:
+    """A line for each of the longest kernels of a call."""
+    for name, launches, ms in shares(call):
+        print(f"    {ms:8.3f} ms {launches:5} x {name}", flush=True)
+
+
+UNDEFINED = ("permute_masked", "permute_contiguous", "masked_grouped_gemm", "gate_topk")
+"""Operations of whose output only a part is defined."""
+
+
+def first_not_finite(model: DeviceModel, call: Callable[[], object]) -> str:
+    """The first operation of a call, launched one by one, whose output is not finite."""
+    found: list[str] = []
+    calls = 0
+
+    def watched(name: str, operation: Callable) -> Callable:
+        def run(*arguments: object, **keywords: object) -> object:
+            nonlocal calls
+            output = operation(*arguments, **keywords)
+            calls += name == "rope_append"
+            first = output[0] if isinstance(output, tuple) else output
+            tensor = first.scales if isinstance(first, Rows) else first
+            if not found and not bool(torch.isfinite(tensor.float()).all()):
+                found.append(f"{name}, rope_append call {calls} being the last one")
+            return output
+
+        if hasattr(operation, "plan"):
+            run.plan = operation.plan  # type: ignore[attr-defined]
+        return run
+
+    names = [c.op for c in model.ops.choices if "masked" not in c.op and c.op not in UNDEFINED]
+    before = {name: getattr(model.ops, name) for name in names}
+    pool, model._pool = model._pool, None
+    try:
+        for name, operation in before.items():
+            setattr(model.ops, name, watched(name, operation))
+        call()
+    finally:
+        model._pool = pool
+        for name, operation in before.items():
+            setattr(model.ops, name, operation)
+    return found[0] if found else "none, launched one by one"
+
+
 def decode_batch(count: int, keys: int, rows: int, shift: int = 0) -> Batch:
     """`count` sequences of `keys` keys, the last `rows` of which are computed."""
     pages = -(-(keys + 1) // PAGE)
@@ -96,12 +142,13 @@ def measure_decode(
         return model.forward(decode_batch(count, keys, rows), pool, "absorbed")
 
     for _ in range(3):
-        step()
+        hidden = step()
+    if not bool(torch.isfinite(hidden.float()).all()):
+        print(f"NOT FINITE: hidden states; first: {first_not_finite(model, step)}", flush=True)
     graph = statistics.median(event_times(replay, 10))
     whole = statistics.median(wall_times(step, 10))
     if profiled:
-        for name, launches, ms in shares(replay):
-            print(f"    {ms:8.3f} ms {launches:5} x {name}")
+        print_shares(replay)
     began = time.perf_counter()
     for _ in range(20):
         decode_batch(count, keys, rows)
@@ -157,7 +204,7 @@ def measure_runner(model: DeviceModel, pool: Tensor, count: int, keys: int) -> d
     }
 
 
-def measure_prefill(model: DeviceModel, pool: Tensor, tokens: int) -> dict:
+def measure_prefill(model: DeviceModel, pool: Tensor, tokens: int, profiled: bool = False) -> dict:
     table = tuple(range(-(-tokens // PAGE)))
     batch = Batch.build([SequenceSlice(table, 0, tokens, 0)], [[7] * tokens], PAGE, "cuda")
     values = torch.randint(0, model.config.vocab_size, (tokens,), device="cuda")
@@ -166,6 +213,8 @@ def measure_prefill(model: DeviceModel, pool: Tensor, tokens: int) -> dict:
     call()
     ms = statistics.median(wall_times(call, 5))
     per_second = tokens / ms * 1e3
+    if profiled:
+        print_shares(call)
     return {
         "what": "prefill",
         "tokens": tokens,
@@ -207,10 +256,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for result in results:
         print(json.dumps(result), flush=True)
     for count in options.batch:
-        results.append(measure_runner(model, pool, count, options.keys))
+        try:
+            results.append(measure_runner(model, pool, count, options.keys))
+        except PdmeshError as error:
+            results.append({"what": "decode worker's step", "batch": count, "error": str(error)})
         print(json.dumps(results[-1]), flush=True)
     for tokens in options.prompt:
-        results.append(measure_prefill(model, pool, tokens))
+        results.append(measure_prefill(model, pool, tokens, options.profile))
         print(json.dumps(results[-1]), flush=True)
     print(f"peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
     if out := os.environ.get("OUT"):

@@ -135,8 +135,10 @@ def plan_pages(
     latent = 656 if placing.packed else 2 * config.latent_width
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
     context = -(-config.max_position_embeddings // page_size)
+    free, total = torch.cuda.mem_get_info(placing.device)
     plan = plan_memory(
-        torch.cuda.get_device_properties(placing.device).total_memory,
+        total,
+        free,
         share,
         weight_bytes(config, mtp),
         step_bytes(config, rows, sequences),

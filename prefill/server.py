@@ -93,7 +93,8 @@ async def serve_prefill(config: PrefillConfig) -> None:
     if isinstance(model, DeviceModel):
         for line in model.ops.describe():
             event(log, "backend", worker=config.worker_id, choice=line)
-        model.warm_up(store.tensor, config.chunk_tokens)
+        if model.device.type == "cuda":
+            model.warm_up(store.tensor, config.chunk_tokens)
     leases: list[WorkerLease] = []
     copies = ReplicaHints()
     kv = KvManager(

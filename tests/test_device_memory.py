@@ -47,11 +47,12 @@ def test_deepseek_v3_has_the_bytes_that_its_shapes_say():
 
 
 def test_pages_take_the_room_that_is_left_and_no_more_than_are_of_use():
-    given = {"total": 100, "share": 0.5, "weights": 20, "steps": 5, "page": 2}
+    given = {"total": 100, "free": 80, "share": 0.5, "weights": 20, "steps": 5, "page": 2}
     assert plan_memory(**given, pages=0, most_pages=1000).pages == (47 - 25) // 2
     assert plan_memory(**given, pages=0, most_pages=4).pages == 4
     assert plan_memory(**given, pages=3, most_pages=4).pages == 3
-    for change in ({"pages": 12}, {"weights": 45, "pages": 0}):
+    assert plan_memory(**(given | {"free": 33}), pages=0, most_pages=99).pages == 4
+    for change in ({"pages": 12}, {"weights": 45, "pages": 0}, {"free": 28, "pages": 0}):
         with pytest.raises(ConfigError, match="does not fit: weights need"):
             plan_memory(**(given | change), most_pages=1000)
 

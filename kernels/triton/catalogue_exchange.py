@@ -1,7 +1,7 @@
 """Dispatch and combine in the catalogue: eight ranks of 32 experts, rows of 7,168.
 
-The kernels of `ep_put` are linked with NVSHMEM's library for devices, which comes with its wheel, and
-are not here.
+Those of `ep_put` are not here: they are linked with NVSHMEM's library for devices, which comes with
+its wheel.
 """
 
 from __future__ import annotations

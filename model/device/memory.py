@@ -95,6 +95,7 @@ class MemoryPlan:
 
 def plan_memory(
     total: int,
+    free: int,
     share: float,
     weights: int,
     steps: int,
@@ -106,6 +107,7 @@ def plan_memory(
 
     Args:
         total: bytes of the device.
+        free: of these, what nobody has taken yet.
         share: part of it that is this process's.
         weights, steps: bytes that they need.
         page: bytes of a page.
@@ -115,7 +117,7 @@ def plan_memory(
     Raises:
         ConfigError: it does not fit.
     """
-    budget = int(total * share * (1 - KEPT))
+    budget = min(int(total * share * (1 - KEPT)), free)
     room = budget - weights - steps
     fitting = room // page
     wanted = pages or min(fitting, most_pages)
@@ -124,7 +126,7 @@ def plan_memory(
         raise ConfigError(
             f"the model does not fit: weights need {weights / GB:.1f} GB, steps {steps / GB:.1f} "
             f"GB and {needed}, and this worker may use {budget / GB:.1f} GB of the device's "
-            f"{total / GB:.1f}; use fewer workers on a device, fewer pages, a smaller batch, or "
-            "more devices"
+            f"{total / GB:.1f}, of which {free / GB:.1f} are free; use fewer workers on a device, "
+            "fewer pages, a smaller batch, or more devices"
         )
     return MemoryPlan(budget, weights, steps, wanted, page)
