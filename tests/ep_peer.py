@@ -1,6 +1,7 @@
 """One process of an NVSHMEM job of ranks that exchange rows; run by test_gpu_ep.py.
 
-Talks to it over a pipe, one command a line, JSON. Ranks meet on the host over gloo.
+Talks to it over a pipe, one command a line, JSON with a `number` that comes back before the answer.
+Ranks meet on the host over gloo.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Peer:
     def __init__(self, heap: NvshmemHeap) -> None:
         self.heap = heap
         self.ends: dict[str, tuple] = {}
+        self.linked = False
 
     def do(self, command: dict) -> object:
         try:
@@ -58,6 +60,11 @@ class Peer:
         dist.barrier()
 
     def end(self, path: str, tokens: int, hidden: int, max_rows: int, seed: int):
+        if path == "put" and not self.linked:
+            # Linking the library in takes seconds, and here no rank waits for another's rows.
+            self.linked = True
+            ranks = self.heap.size
+            assert self.layout("put", "balanced", [1] * ranks, 128, 0) == "right"
         key = f"{path} {tokens} {hidden} {max_rows} {seed}"
         if key not in self.ends:
             ranks = self.heap.size
@@ -230,7 +237,9 @@ def main() -> None:
         if TRACE:
             faulthandler.dump_traceback_later(8, repeat=True)
             sys.stderr.write(f"{time.monotonic():.1f} rank {rank}: {line}")
-        print(json.dumps(peer.do(json.loads(line))), file=answers, flush=True)
+        command = json.loads(line)
+        number = command.pop("number")
+        print(json.dumps([number, peer.do(command)]), file=answers, flush=True)
     os._exit(0)  # leaving the job is collective, and a test may have killed a peer
 
 

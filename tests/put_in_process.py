@@ -12,8 +12,16 @@ NAME = "torch.distributed._symmetric_memory._nvshmem_triton"
 KERNELS = "pdmesh.kernels.triton.ep_put"
 
 
+SET, ADD = 9, 10
+"""`nvshmemx_signal_op_t` of NVSHMEM 3.4 (device_host_transport/nvshmem_common_transport.h)."""
+
+
 class Puts:
-    """What stands in for the device library; `blocks` are those of `InProcessHeap`."""
+    """What stands in for the device library; `blocks` are those of `InProcessHeap`.
+
+    In mapped memory the library adds for every operation but SET, and over a network takes another
+    number for another atomic operation; here it is an error.
+    """
 
     def __init__(self, blocks: list[list[torch.Tensor]]) -> None:
         self.blocks = blocks
@@ -33,10 +41,11 @@ class Puts:
             int(getattr(x, "value", x)) for x in (dst, src, size_bytes, signal, sig_val, sig_op, pe)
         )
         assert size > 0
+        assert how in (SET, ADD), f"{how} is no operation on a signal"
         self.there(source, size, peer)
         ctypes.memmove(self.there(to, size, peer), source, size)
         word = ctypes.c_int64.from_address(self.there(counter, 8, peer))
-        word.value = value if how == 0 else word.value + value
+        word.value = value if how == SET else word.value + value
         self.calls += 1
 
 

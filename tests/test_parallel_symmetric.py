@@ -1,5 +1,6 @@
 """Dispatch and combine over symmetric memory equal their definition: ranks of one process."""
 
+import importlib
 import random
 
 import put_in_process
@@ -328,3 +329,21 @@ def test_rows_and_outputs_are_put_to_peers_that_are_not_mapped(monkeypatch, mapp
     for seed, (kind, counts) in enumerate(steps):
         group.check(*inputs(group.size, counts, kind, EXPERTS, seed))
     assert puts.calls > 2 * len(steps)
+
+
+def test_placements_with_more_or_fewer_slots_put_with_one_kernel(monkeypatch):
+    constants = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *given, **named: constants.append(named)
+
+    for ranks_of in ((0, 1, 0, 1), (0, 0, 0, 1)):
+        slots = [tuple(e for e in range(4) if ranks_of[e] == rank) for rank in (0, 1)]
+        placement = Placement(4, (tuple(slots),))
+        group = Group(placement, sized(placement, tokens=1), mapped=lambda rank: (rank,))
+        put_in_process.install(monkeypatch, group.heaps)
+        kernels = importlib.import_module(put_in_process.KERNELS)
+        monkeypatch.setattr(kernels, "put_outputs_kernel", Recorder())
+        group.ends[0].lanes[0].send_outputs(group.ends[0].lanes[0].made)
+    assert constants[0] == constants[1]

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from pdmesh.kernels.triton.ahead import SHARED_LIMIT  # noqa: E402
 from pdmesh.kernels.triton.catalogue import ENTRIES  # noqa: E402
+from pdmesh.kernels.triton.catalogue_exchange import PUTS  # noqa: E402
 from pdmesh.kernels.triton.entry import Entry  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,16 +27,20 @@ MODULES = sorted(
 """`ep_put` is linked with NVSHMEM's library for devices, which is only there with its wheel."""
 
 
-@pytest.fixture(scope="module")
-def compiled():
+def ahead_of_time(*arguments):
     """What `python -m pdmesh.kernels.triton.ahead` says of each entry; by name."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT / ".pythonpath")
-    command = [sys.executable, "-P", "-m", "pdmesh.kernels.triton.ahead"]
+    command = [sys.executable, "-P", "-m", "pdmesh.kernels.triton.ahead", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return {line["name"]: line for line in lines}
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return ahead_of_time()
 
 
 def test_no_two_entries_have_one_name():
@@ -66,3 +71,16 @@ def test_an_entry_that_is_not_the_kernels_is_refused():
 
     with pytest.raises(ValueError, match="types and constants"):
         ahead.compiled(Entry("place", "place_kernel", "*i32", {"BLOCK": 16}))
+
+
+@pytest.mark.full
+def test_puts_compile_where_the_library_for_devices_is():
+    from torch.distributed._symmetric_memory import _nvshmem_triton
+
+    try:
+        _nvshmem_triton.NvshmemLibFinder.find_device_library()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    lines = ahead_of_time("puts")
+    assert set(lines) == {entry.name for entry in PUTS}
+    assert not any("error" in line or line["shared"] > SHARED_LIMIT for line in lines.values())

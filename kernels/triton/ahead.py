@@ -3,7 +3,9 @@
     python -P -m pdmesh.kernels.triton.ahead      (without TRITON_INTERPRET)
 
 prints a line of JSON for each entry of the catalogue: name, bytes of shared memory, seconds; or
-`error` where it does not compile. Triton keeps what it compiled in its cache.
+`error` where it does not compile. Triton keeps what it compiled in its cache. With the argument
+`puts` it compiles those that are linked with NVSHMEM's library for devices, which it looks for in
+$NVSHMEM_LIB_DIR and where the wheel puts it; that takes some ten seconds a kernel.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import time
 from typing import Any
 
 from pdmesh.kernels.triton.catalogue import ENTRIES
+from pdmesh.kernels.triton.catalogue_exchange import PUTS
 from pdmesh.kernels.triton.entry import Entry
 
 SHARED_LIMIT = 227 * 1024
@@ -34,6 +37,9 @@ def compiled(entry: Entry) -> dict[str, Any]:
     from triton.compiler import ASTSource
 
     kernel = getattr(importlib.import_module(f"{__package__}.{entry.module}"), entry.kernel)
+    options = dict(entry.options)
+    if hasattr(kernel, "extern_libs"):
+        kernel, options["extern_libs"] = kernel.jit_func, kernel.extern_libs
     types = entry.types.split()
     names = list(kernel.arg_names)
     plain = [name for name in names if name not in entry.constants]
@@ -49,14 +55,20 @@ def compiled(entry: Entry) -> dict[str, Any]:
         attrs={(i,): divisible for i, n in enumerate(names) if given.get(n, "").endswith("!")},
     )
     begin = time.perf_counter()
-    done = compile_kernel(source, target=GPUTarget("cuda", CAPABILITY, 32), options=entry.options)
+    done = compile_kernel(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
     took = time.perf_counter() - begin
     return {"name": entry.name, "shared": done.metadata.shared, "seconds": round(took, 2)}
 
 
 def main() -> None:
     """Compiles every entry; a line of JSON for each, with `error` where it did not compile."""
-    for entry in ENTRIES:
+    puts = sys.argv[1:] == ["puts"]
+    if puts:
+        from torch.utils import _triton
+
+        # torch has NVSHMEM's calls only where it sees a device to compile for.
+        vars(_triton)["has_triton"] = lambda: True
+    for entry in PUTS if puts else ENTRIES:
         try:
             line = compiled(entry)
         except Exception as error:  # noqa: BLE001 - the line says what the compiler said

@@ -1,7 +1,7 @@
 """Dispatch and combine in the catalogue: eight ranks of 32 experts, rows of 7,168.
 
-Those of `ep_put` are not here: they are linked with NVSHMEM's library for devices, which comes with
-its wheel.
+Those of `ep_put` are apart in `PUTS`: they are linked with NVSHMEM's library for devices, which
+comes with its wheel.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ _RETURN = "*bf16! *i32! *i32! *i64! *i64! i32! i32!"
 _SUM = "*bf16! *i64! *fp32! *bf16! i32!"
 _WAIT_ROWS = "*i64! *i64! *i32! *i64! *i64! *i32! *i32! *i64! *i32! *i32! *i32! *i64! i32! i64"
 _WAIT_OUTPUTS = "*i64! *i64! *i32! *i64! *i32! *i32! i64"
+_PUT_ROWS = "i64 i64 i64 i64 i64 i64 *i32! *i32! *i64! i32 i32 i32 i32 i32 i32 i32 i32"
+_PUT_OUTPUTS = "i64 *i32! *i32! i64 i64 *i32! i32 i32 i32 i32 i32"
 _ROW = {"TOP": 8, "HIDDEN": 7168, "RECORD": 7392, "PART": 1024}
 
 EXCHANGE = (
@@ -65,4 +67,9 @@ EXCHANGE = (
         _WAIT_OUTPUTS,
         {"RANKS": 8, "RANKS_P2": 8, "CLOCK": True},
     ),
+)
+
+PUTS = (
+    Entry("ep_put", "put_rows_kernel", _PUT_ROWS, {}, {"num_warps": 8}),
+    Entry("ep_put", "put_outputs_kernel", _PUT_OUTPUTS, {"SLOTS_P2": 256}, {"num_warps": 8}),
 )

@@ -2,6 +2,11 @@
 
 Needs NVSHMEM's device library, so this module is imported only where puts are used. The library's
 put returns once its source may be written again, and raises the peer's signal after the data.
+
+Of an operation on a signal the library knows two numbers (`nvshmemx_signal_op_t` in its
+nvshmem_common_transport.h), which are neither OpenSHMEM's nor those in the docstring of torch's
+`putmem_signal_block`. It refuses no other: in mapped memory it adds for any, and beyond a network
+takes it for the atomic operation of that number.
 """
 
 from __future__ import annotations
@@ -13,8 +18,10 @@ from torch.distributed._symmetric_memory._nvshmem_triton import (
     requires_nvshmem,
 )
 
-SET: tl.constexpr = tl.constexpr(0)
-ADD: tl.constexpr = tl.constexpr(5)
+SIGNAL_SET = 9
+SIGNAL_ADD = 10
+SET: tl.constexpr = tl.constexpr(SIGNAL_SET)
+ADD: tl.constexpr = tl.constexpr(SIGNAL_ADD)
 ROWS = ["outbox", "outcounts", "stage", "there", "tags", "arrived", "me", "chunks", "ranks"]
 ROWS += ["slots", "note", "record", "notes", "inbox"]
 OUTPUTS = ["outputs", "back", "returned", "max_rows", "me", "slots", "each", "hidden"]

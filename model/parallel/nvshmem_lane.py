@@ -17,6 +17,8 @@ from pdmesh.model.parallel.nvshmem_tables import LayerTable, Tables
 
 PUT_CHUNKS = 4
 """Puts at a time to one peer."""
+PUT_SLOTS = 256
+"""Up to so many slots of a rank make one kernel: linking the device library in takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +311,8 @@ class Lane:
             put_outputs_kernel[(self._programs,)](
                 self._own(self._outputs), arrived.counts, arrived.homes, self._own(self._back),
                 self._own(self._returned), self._puts, size.max_rows, self._heap.rank,
-                size.slots, each, size.hidden, SLOTS_P2=_power(size.slots), num_warps=8,
+                size.slots, each, size.hidden,
+                SLOTS_P2=_power(max(size.slots, PUT_SLOTS)), num_warps=8,
             )  # fmt: skip
 
     def wait_outputs(self) -> None:
