@@ -173,7 +173,7 @@ def register() -> None:
                     "hopper",
                     _attention("HopperDecode"),
                     _on_device(hopper_mla.unavailable, _packed),
-                    "FP8 products on latents of one scale, the fastest at 8 sequences and more;"
+                    "FP8 products on latents of one scale, the fastest from 8 sequences on;"
                     " triton in the MTP layer",
                 ),
                 Candidate(
