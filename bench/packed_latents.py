@@ -3,7 +3,8 @@
     python -P bench/packed_latents.py [--model FOLDER]            (on a CPU, a minute)
 
 Conversations with the model's own greedy answers. The prompt's latents are computed once, in
-bfloat16, and packed in both forms; the answer's rows then read them in absorbed form. Printed are
+bfloat16, and packed in both forms; the answer's rows then read them in absorbed form, and their own
+latents, which have one scale wherever they are packed. Printed are
 the error of the packed values (norm of the difference over the norm), the error of logits beside
 those of the model in float32 (root mean square of a row's difference over the spread of all; the
 median row), and how many rows have the same likeliest token.
