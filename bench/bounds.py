@@ -1,8 +1,8 @@
 """Lower bounds of a layer of DeepSeek-V3: operations over a unit's rate, bytes over the memory's.
 
 Each input is read once and each output written once. Routed experts, projections and the head count
-FP8 inputs with bfloat16 outputs unless said otherwise; attention, gate and head run on the bfloat16
-units. Nothing here is measured: the datasheet's dense rates, and formulas.
+FP8 inputs with bfloat16 outputs unless said otherwise; attention over bfloat16 latents, gate and
+head run on the bfloat16 units. Nothing here is measured: the datasheet's dense rates, and formulas.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 HIDDEN, HEADS, Q_LORA, RANK, ROPE, NOPE, VALUE = 7168, 128, 1536, 512, 64, 128, 128
 LATENT = RANK + ROPE
+PACKED_BYTES = RANK + RANK // 128 * 4 + 2 * ROPE
+"""Of a latent in FP8: values, scales, rotated values in bfloat16."""
 EXPERTS, TOP_K, WIDTH, DENSE_WIDTH, VOCABULARY = 256, 8, 2048, 18432, 129280
 MOE_LAYERS, DENSE_LAYERS, MTP_LAYERS = 58, 3, 1
 TOKENS_A_STEP = 1.6
@@ -65,11 +67,16 @@ def gemm(
     return Work(2.0 * groups * m * k * n, float(groups * size), unit)
 
 
-def attention(batch: int, query: int, kv: int, heads: int = HEADS) -> Work:
-    """Absorbed decode attention: every sequence's latents are read once for all of its queries."""
+def attention(batch: int, query: int, kv: int, heads: int = HEADS, *, packed: bool = False) -> Work:
+    """Absorbed decode attention: every sequence's latents are read once for all of its queries.
+
+    `packed` latents are read in FP8; their rotated part counts as if it were in FP8 too.
+    """
     rows = batch * query
-    moved = batch * kv * LATENT * 2 + rows * heads * (LATENT + RANK) * 2
-    return Work(2.0 * rows * heads * kv * (LATENT + RANK), float(moved), "bf16")
+    latents = batch * kv * (PACKED_BYTES if packed else LATENT * 2)
+    moved = latents + rows * heads * (LATENT + RANK) * 2
+    unit = "fp8" if packed else "bf16"
+    return Work(2.0 * rows * heads * kv * (LATENT + RANK), float(moved), unit)
 
 
 def routed(experts: int, rows: int) -> tuple[Work, Work]:
@@ -82,14 +89,16 @@ def rows_an_expert(tokens: int, ranks: int) -> int:
     return tokens * TOP_K * ranks // EXPERTS
 
 
-def moe_layer(batch: int, query: int, kv: int, ranks: int, heads: int = HEADS) -> dict[str, Work]:
-    """The products of one MoE decode layer of a rank, in order.
+def moe_layer(
+    batch: int, query: int, kv: int, ranks: int, heads: int = HEADS, *, packed: bool = False
+) -> dict[str, Work]:
+    """The products of one MoE decode layer of a rank, in order; latents perhaps packed.
 
     Norms, quantisation, rope and the activations are left out: what they move could be fused away.
     """
     tokens = batch * query
     up, down = routed(EXPERTS // ranks, rows_an_expert(tokens, ranks))
-    return attention_half(batch, query, kv, heads) | {
+    return attention_half(batch, query, kv, heads, packed=packed) | {
         "gate": _gate(tokens),
         "shared_up": gemm(tokens, HIDDEN, 2 * WIDTH),
         "shared_down": gemm(tokens, WIDTH, HIDDEN),
@@ -98,23 +107,25 @@ def moe_layer(batch: int, query: int, kv: int, ranks: int, heads: int = HEADS) -
     }
 
 
-def attention_half(batch: int, query: int, kv: int, heads: int = HEADS) -> dict[str, Work]:
+def attention_half(
+    batch: int, query: int, kv: int, heads: int = HEADS, *, packed: bool = False
+) -> dict[str, Work]:
     """The attention of any layer: projections, absorption, attention, output projection."""
     tokens = batch * query
     return {
         "qkv_a": gemm(tokens, HIDDEN, Q_LORA + LATENT),
         "q_b": gemm(tokens, Q_LORA, heads * (NOPE + ROPE)),
         "absorb": gemm(tokens, NOPE, RANK, heads, input_bytes=2),
-        "mla": attention(batch, query, kv, heads),
+        "mla": attention(batch, query, kv, heads, packed=packed),
         "values": gemm(tokens, RANK, VALUE, heads, input_bytes=2),
         "o_proj": gemm(tokens, heads * VALUE, HIDDEN),
     }
 
 
-def dense_layer(batch: int, query: int, kv: int) -> dict[str, Work]:
+def dense_layer(batch: int, query: int, kv: int, *, packed: bool = False) -> dict[str, Work]:
     """A layer of the first three: attention and a dense MLP."""
     tokens = batch * query
-    return attention_half(batch, query, kv) | {
+    return attention_half(batch, query, kv, packed=packed) | {
         "dense_up": gemm(tokens, HIDDEN, 2 * DENSE_WIDTH),
         "dense_down": gemm(tokens, DENSE_WIDTH, HIDDEN),
     }

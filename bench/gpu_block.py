@@ -28,12 +28,12 @@ from bounds import (
     VALUE,
     WIDTH,
 )
+from gpu_latents import PAGE, random_pool
 from torch import Tensor
 
 from pdmesh.kernels.fp8 import dequantise_blocks
 from pdmesh.kernels.quantised import BlockWeight, Rows, new_scales, quantise_rows
 
-PAGE = 64
 EPS = 1e-6
 SCALE = (NOPE + ROPE) ** -0.5
 MAX_POSITION = 32768
@@ -161,15 +161,24 @@ def bf16_transposed(weight: BlockWeight) -> Tensor:
 
 
 class State:
-    """A step's inputs, shared by all layers: pool of latents, page table, positions."""
+    """A step's inputs, shared by all layers: pool of latents, page table, positions.
 
-    def __init__(self, rank: Rank, layers: int, seed: int = 1, *, device: str = "cuda") -> None:
+    With `packed` the pool holds latents of 656 bytes, else bfloat16.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        layers: int,
+        seed: int = 1,
+        *,
+        packed: bool = False,
+        device: str = "cuda",
+    ) -> None:
         draw = torch.Generator(device).manual_seed(seed)
         each = -(-rank.kv // PAGE)
         pages = rank.batch * each
-        self.pool = torch.empty(pages, layers, PAGE, LATENT, dtype=torch.bfloat16, device=device)
-        for layer in range(layers):
-            self.pool[:, layer].normal_(generator=draw)
+        self.pool = random_pool(pages, layers, packed, draw)
         order = torch.randperm(pages, device=device, generator=draw)
         self.table = order.view(rank.batch, each).to(torch.int32)
         self.lengths = torch.full((rank.batch,), rank.kv, dtype=torch.int32, device=device)

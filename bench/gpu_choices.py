@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gpu_libraries as lib
 import torch
 from gpu_block import Block, copied_rows, weighted_sum
+from gpu_latents import rope_append, turned_and_written
 from gpu_timing import Call, Candidate, Measured, pick
 from torch import Tensor
 
@@ -23,12 +24,12 @@ from pdmesh.kernels import rope_append as definition
 from pdmesh.kernels.gate import GateRule, choose_experts
 from pdmesh.kernels.gemm_config import cluster_tile
 from pdmesh.kernels.quantised import BlockWeight, Rows
-from pdmesh.kernels.rope import apply_rope
 
 RULE = GateRule("noaux_tc", 256, 8, 8, 4, True, 2.5)
-PRODUCT, SMALL, LOOSE = 5e-3, 5e-3, 3e-2
+PRODUCT, SMALL, LOOSE, WEIGHTED = 5e-3, 5e-3, 3e-2, 6e-2
 """Largest relative errors: FP8 products beside float32 ones of the same operands, bfloat16 results,
-and results that are quantised again (a value on an edge goes to either neighbour)."""
+results that are quantised again (a value on an edge goes to either neighbour), and attention whose
+queries and weights are quantised on the way."""
 
 
 @dataclass(frozen=True)
@@ -62,28 +63,6 @@ def own(module: str, name: str, label: str | None = None, wrap: Any = None) -> l
     except (ImportError, AttributeError):
         return []
     return [Candidate(label or module, wrap(function) if wrap else function, own=True)]
-
-
-def rope_append(
-    query: Tensor,
-    latent: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    pool: Tensor,
-    layer: int,
-) -> Tensor:
-    """Rotates queries; normalises, rotates and appends latents. In plain torch."""
-    c, s = cos[positions], sin[positions]
-    normed = torch.nn.functional.rms_norm(latent[:, :512].float(), (512,), weight.float(), 1e-6).to(
-        torch.bfloat16
-    )
-    rope = apply_rope(latent[:, 512:], c, s, True)
-    flat = pool.view(-1, pool.shape[-1])
-    flat[slots + layer * pool.shape[2]] = torch.cat([normed, rope], dim=-1)
-    return apply_rope(query, c[:, None], s[:, None], True)
 
 
 def gate(normed: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
@@ -160,14 +139,32 @@ def _sorted_weights(result: Any, call: Call) -> Tensor:
     return result[1].sort(dim=-1).values
 
 
-def steps(without: Sequence[str] = ()) -> dict[str, Step]:
-    """All steps of a MoE and a dense layer; candidates of which `without` names a part are left."""
+def steps(without: Sequence[str] = (), packed: bool = False) -> dict[str, Step]:
+    """All steps of a MoE and a dense layer; candidates of which `without` names a part are left.
+
+    With `packed` latents are of 656 bytes, which none of the libraries reads.
+    """
     table = _all_steps()
+    if packed:
+        table["rope_append"] = replace(table["rope_append"], tolerance=LOOSE)
+        table["mla"] = _packed_attention()
     for step in table.values():
         step.candidates[:] = [
             one for one in step.candidates if not any(part in one.name for part in without)
         ]
     return table
+
+
+def _packed_attention() -> Step:
+    return Step(
+        lib.attention_reference,
+        [
+            *own("hopper_mla", "mla_decode", "CUDA, one scale"),
+            *own("triton.mla_decode", "mla_decode", "Triton, 656 bytes"),
+        ],
+        WEIGHTED,
+        look=_first_sequences,
+    )
 
 
 def _all_steps() -> dict[str, Step]:
@@ -215,6 +212,7 @@ def _all_steps() -> dict[str, Step]:
                 *own("triton.rope_append", "rope_append", "rope_append"),
             ],
             SMALL,
+            look=turned_and_written,
         ),
         "absorb": Step(
             lambda query, w, rotated: ref.absorb_query(query, w.key, rotated, 1.0),

@@ -1,11 +1,15 @@
 """One MoE decode layer of full-width DeepSeek-V3 on one GPU, step by step and in a CUDA graph.
 
-    python -P bench/gpu_layer.py [--ranks ep128 ep8] [--json FILE]     (needs a Hopper GPU)
+    python -P bench/gpu_layer.py [--ranks ep128 ep8] [--latents plain fp8] [--json FILE]
+
+(needs a Hopper GPU)
 
 `ep128` is a rank of 128: batch 128, two rows a sequence, 5,000 latents a sequence, all heads, two
 routed experts of 1,024 rows; `ep8` a rank of eight with 32 experts of 64 rows; `tp8` one of eight
 ranks that share one sequence's attention, 16 heads each. Dispatch and combine are copies within the
 device of what the rank would receive and send; sums over ranks of tensor parallelism are left out.
+With `--latents plain fp8` each layer is measured twice, over latents in bfloat16 and packed in 656
+bytes, which attention reads in FP8.
 
 Every step's candidates (libraries, this project's kernels) are checked by its definition and timed
 in one process on the values it has in the layer, weights cold; the fastest correct one runs in the
@@ -52,6 +56,8 @@ RANKS = {
     "ep8": Rank("EP8", 8),
     "tp8": Rank("EP8 TP8", 8, batch=1, heads=16, senders=8),
 }
+LATENTS = {"plain": "", "fp8": "_fp8"}
+"""What a rank's key in the JSON file ends with."""
 SETS = {"ep128": 8, "ep8": 4, "tp8": 4}
 ATTENTION = ("input_norm", "qkv_a", "q_norm", "q_b", "rope_append", "absorb", "mla", "values")
 EXPERTS = ("dispatch", "routed_up", "routed_act", "routed_down", "combine_send", "combine_sum")
@@ -93,8 +99,10 @@ def print_step(
     print(f"[{'; '.join(parts)}]", flush=True)
 
 
-def blocks_of(rank: Rank, sets: int, ops: dict[str, Any], *, dense: bool = False) -> list[Block]:
-    state = State(rank, sets)
+def blocks_of(
+    rank: Rank, sets: int, ops: dict[str, Any], *, dense: bool = False, packed: bool = False
+) -> list[Block]:
+    state = State(rank, sets, packed=packed)
     return [Block(rank, Weights(rank, 10 + n, dense=dense), state, n, ops) for n in range(sets)]
 
 
@@ -178,12 +186,18 @@ def library_settings(dependent: bool) -> Iterator[None]:
         deep_gemm.set_pdl(False)
 
 
-def measure(key: str, sets: int, clocks: Clocks, table: dict[str, Step]) -> dict[str, Any]:
+def measure(
+    key: str, sets: int, clocks: Clocks, table: dict[str, Step], *, packed: bool = False
+) -> dict[str, Any]:
     rank = RANKS[key]
-    bound = bounds.moe_layer(rank.batch, rank.query, rank.kv, rank.ranks, rank.heads)
-    print(f"\n{rank.name}: {rank.experts} experts of {rank.rows} rows, batch {rank.batch}")
+    bound = bounds.moe_layer(rank.batch, rank.query, rank.kv, rank.ranks, rank.heads, packed=packed)
+    print(
+        f"\n{rank.name}: {rank.experts} experts of {rank.rows} rows, batch {rank.batch},"
+        f" latents {'packed' if packed else 'in bfloat16'}"
+    )
     began = time.perf_counter()
-    blocks = blocks_of(rank, sets, {name: usable(step) for name, step in table.items()})
+    ops = {name: usable(step) for name, step in table.items()}
+    blocks = blocks_of(rank, sets, ops, packed=packed)
     note(blocks)
     print(f"  set up in {time.perf_counter() - began:.1f} s", flush=True)
 
@@ -201,6 +215,7 @@ def measure(key: str, sets: int, clocks: Clocks, table: dict[str, Step]) -> dict
     copies = sum(chosen[name].microseconds for name in COPIES)
     result = {
         "rank": rank.name,
+        "latents": "fp8" if packed else "plain",
         "bound_us": bounds.total(bound, bounds.H200),
         "sum_of_steps_us": sum_of_steps,
         "copies_us": copies,
@@ -230,8 +245,8 @@ def print_layer(key: str, result: dict[str, Any]) -> None:
 
 
 def public(tried: Sequence[Measured]) -> float:
-    """The fastest correct candidate that is not this project's."""
-    return min((m.microseconds for m in tried if not m.own and not m.why_not), default=0.0)
+    """The fastest correct candidate that is not this project's; NaN if there is none."""
+    return min((m.microseconds for m in tried if not m.own and not m.why_not), default=math.nan)
 
 
 def step_rows(
@@ -282,6 +297,7 @@ def main() -> None:
     )
     parser.add_argument("--rest", action="store_true", help="also a dense MLP and the logits")
     parser.add_argument("--without", nargs="*", default=[], help="parts of candidates' names")
+    parser.add_argument("--latents", nargs="*", choices=LATENTS, default=["plain"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.warm:
@@ -300,9 +316,13 @@ def main() -> None:
 
     with torch.inference_mode(), Clocks() as clocks:
         for key in args.ranks:
-            found[key] = measure(key, SETS[key], clocks, steps(args.without))
-            torch.cuda.empty_cache()
-            save()
+            for form in args.latents:
+                packed = form == "fp8"
+                table = steps(args.without, packed)
+                found[key + LATENTS[form]] = measure(key, SETS[key], clocks, table, packed=packed)
+                del table
+                torch.cuda.empty_cache()
+                save()
         if args.rest:
             found["rest"] = measure_rest(steps(args.without))
     found["clocks"] = clocks.summary()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdmesh.kernels.quantised import Rows, quantise_rows
+from pdmesh.kernels.quantised import Rows, quantise_rows, unpack_latents
 
 
 def torch_absorb(query: Tensor, key: Tensor, rotated: Tensor) -> Tensor:
@@ -79,11 +79,15 @@ def attention_reference(
     scale: float,
     first: int = 4,
 ) -> Tensor:
-    """The first sequences' attention in float32 and as bfloat16, rows causal among themselves."""
+    """The first sequences' attention in float32 and as bfloat16, rows causal among themselves.
+
+    `pages` are bfloat16, or packed.
+    """
     parts = []
     for sequence in range(min(len(lengths), first)):
         length = int(lengths[sequence])
-        latent = pages[table[sequence].long()].flatten(0, 1)[:length].float()
+        latent = pages[table[sequence].long()].flatten(0, 1)[:length]
+        latent = unpack_latents(latent) if pages.dtype == torch.uint8 else latent.float()
         mine = query[sequence * rows : (sequence + 1) * rows].float()
         scores = torch.einsum("qhd,kd->qhk", mine, latent) * scale
         reach = length - rows + torch.arange(rows, device=query.device)

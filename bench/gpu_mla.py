@@ -64,8 +64,8 @@ class World:
         torch.manual_seed(0)
         shape = (MOST * PER, LAYERS, PAGE, 576)
         self.pool = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        self.packed = torch.cat([pack_latents(part) for part in self.pool.split(1024)])
-        self.shared = torch.cat([pack_latents(part, True) for part in self.pool.split(1024)])
+        self.packed = torch.cat([pack_latents(part, False) for part in self.pool.split(1024)])
+        self.shared = torch.cat([pack_latents(part) for part in self.pool.split(1024)])
         self.table = torch.randperm(MOST * PER, device="cuda").int().view(MOST, PER)
         self.workspace = torch.empty(
             flashinfer_backend.WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"
@@ -129,7 +129,11 @@ class Case:
             "FlashInfer": (flashinfer_backend.unavailable(), pool, self.flashinfer),
             "Triton": (None, pool, lambda: self.split(mla_decode, pool)),
             "Triton-656": (None, packed, lambda: self.split(mla_decode, packed)),
-            "CUDA-656": (absent, packed, lambda: self.split(hopper_mla, packed)),
+            "CUDA-656": (
+                absent,
+                packed,
+                lambda: self.split(hopper_mla, packed, shared_scale=False),
+            ),
             "CUDA-656-one": (
                 absent,
                 shared,

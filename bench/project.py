@@ -74,10 +74,10 @@ def parts_of(measured: Mapping[str, Any], rest: Mapping[str, float]) -> Parts:
     )
 
 
-def bound_parts(ranks: int, batch: int = BATCH) -> Parts:
-    """The same as lower bounds on an H200."""
-    moe = bounds.total(bounds.moe_layer(batch, 2, 5000, ranks), bounds.H200)
-    dense = bounds.total(bounds.dense_layer(batch, 2, 5000), bounds.H200)
+def bound_parts(ranks: int, batch: int = BATCH, packed: bool = False) -> Parts:
+    """The same as lower bounds on an H200; latents perhaps packed."""
+    moe = bounds.total(bounds.moe_layer(batch, 2, 5000, ranks, packed=packed), bounds.H200)
+    dense = bounds.total(bounds.dense_layer(batch, 2, 5000, packed=packed), bounds.H200)
     return Parts(moe, dense, bounds.head(2 * batch).microseconds(bounds.H200))
 
 
@@ -151,6 +151,10 @@ def all_rows(
         wire = read_wire(wires, system, 256)
         rows += projections(f"EP{ranks}", parts_of(layer[key], rest), wire, split)
         rows += projections(f"EP{ranks} bound", bound_parts(ranks), Wire(*ideal))
+        if f"{key}_fp8" in layer:
+            name, packed = f"EP{ranks}, FP8 latents", parts_of(layer[f"{key}_fp8"], rest)
+            rows += projections(name, packed, wire)
+            rows += projections(f"{name}, bound", bound_parts(ranks, packed=True), Wire(*ideal))
     return rows
 
 

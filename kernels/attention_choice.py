@@ -60,7 +60,7 @@ class FlashMlaDecode:
 
 
 class HopperDecode:
-    """The FP8 kernel for packed latents; Triton where keys do not begin at 0."""
+    """The FP8 kernel of one scale a latent; Triton where keys do not begin at 0."""
 
     def plan(self, lengths: Tensor, rows: int, heads: int) -> Any:
         """None."""
@@ -74,7 +74,7 @@ class HopperDecode:
             from pdmesh.kernels.triton.mla_decode import mla_decode
 
             return mla_decode(*args, rank=rank, first_key=first_key)
-        return hopper_mla.mla_decode(*args)
+        return hopper_mla.mla_decode(*args, shared_scale=True)
 
 
 class TritonPrefill:

@@ -167,13 +167,14 @@ def register() -> None:
                     "flash_mla",
                     _attention("FlashMlaDecode"),
                     _on_device(flash_mla_backend.unavailable, _bf16_latents),
-                    "the fastest decode measured on an H200; triton in the MTP layer",
+                    "the fastest decode of bf16 latents on an H200; triton in the MTP layer",
                 ),
                 Candidate(
                     "hopper",
                     _attention("HopperDecode"),
                     _on_device(hopper_mla.unavailable, _packed),
-                    "FP8 products on packed latents; triton in the MTP layer",
+                    "FP8 products on latents of one scale, the fastest from 8 sequences on;"
+                    " triton in the MTP layer",
                 ),
                 Candidate(
                     "triton",

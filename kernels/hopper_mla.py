@@ -1,8 +1,8 @@
 """MLA decode over 656-byte FP8 latents on Hopper, queries and weights in FP8 too (CUDA C++).
 
 The kernels (`kernels/cuda/`) are compiled by nvcc at first use and kept in a folder:
-`$PDMESH_KERNEL_CACHE`, or pdmesh/kernels in the user's cache folder. One reads a latent's four
-scales; the faster one is for latents whose four scales are the same.
+`$PDMESH_KERNEL_CACHE`, or pdmesh/kernels in the user's cache folder. The faster one is for latents
+whose four scales are the same, as a model's pages hold them; the other reads all four.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def mla_decode(
     rows: int,
     scale: float,
     *,
-    shared_scale: bool = False,
+    shared_scale: bool = True,
     split: int | None = None,
     max_length: int | None = None,
     out: Tensor | None = None,
@@ -144,8 +144,8 @@ def mla_decode(
     """As `kernels.mla_reference.mla_decode` for packed pages; the query is quantised inside.
 
     Args:
-        shared_scale: the four scales of every latent are the same (`pack_latents` with
-            `shared_scale`), and only the first is read: faster.
+        shared_scale: the four scales of every latent are the same (`pack_latents`), and only the
+            first is read: faster. Without it all four are.
         split: tokens a split, a multiple of 128; results depend on it. Default: `split_tokens`.
         max_length: a bound of `lengths`; default: what the page table can hold.
         out: [m, heads, 512] bfloat16.

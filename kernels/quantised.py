@@ -21,7 +21,8 @@ from pdmesh.kernels.norm import rms_norm
 SMALLEST_AMAX = 1e-10
 """A group's largest magnitude counts as no less than this, so that zeros come back as zeros."""
 LATENT_BYTES = 656
-"""A latent of rank 512 and 64 rotated values in FP8: 512 x e4m3, four float32 scales, 64 x bf16."""
+"""A latent of rank 512 and 64 rotated values in FP8: 512 x e4m3, four float32 scales, 64 x bf16.
+In the pages that a model writes the four are the same: see `pack_latents`."""
 
 
 class Rows(NamedTuple):
@@ -173,16 +174,18 @@ def project_values_quantise(latent: Tensor, weight: BlockWeight) -> Rows:
     return quantise_rows(torch.einsum("mhr,hvr->mhv", latent.float(), up).flatten(1))
 
 
-def pack_latents(latent: Tensor, shared_scale: bool = False) -> Tensor:
+def pack_latents(latent: Tensor, shared_scale: bool = True) -> Tensor:
     """latent [..., 576] to bytes [..., 656] uint8: FP8 values, a scale for each 128, bf16 rope.
 
-    With `shared_scale` a latent's four scales are the same, that of its 512 values together: a
-    kernel may then use one of them. It costs range, not precision: e4m3 keeps its relative error
-    down to 1/28672 of the largest value.
+    A latent's four scales are the same, that of its 512 values together, so that a kernel may use
+    one of them; pages hold no other form. Without `shared_scale` each is that of its own 128
+    values. One scale costs range, not precision: e4m3 keeps its relative error down to 1/28672 of
+    the largest value.
     """
     values = latent[..., :512].reshape(-1, 512).float()
     if shared_scale:
-        scale = values.abs().amax(dim=-1, keepdim=True).clamp_min(SMALLEST_AMAX) / FP8_MAX
+        largest = torch.full((), FP8_MAX, device=values.device)
+        scale = values.abs().amax(dim=-1, keepdim=True).clamp_min(SMALLEST_AMAX) / largest
         quantised = (values / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
         rows = Rows(quantised, scale.expand(-1, 4))
     else:

@@ -2,7 +2,7 @@
 
 Rotation: `pdmesh.kernels.rope`; normalisation of the latent: DeepSeek-V2 (arXiv:2405.04434),
 section 2.1; pages: `pdmesh.kernels.page_copy` (bfloat16) or `pack_latents` of
-`pdmesh.kernels.quantised` (656 bytes a latent).
+`pdmesh.kernels.quantised` (656 bytes a latent, one scale for its 512 values, four times).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def rope_append(
         positions: [m] int64.
         slots: [m] int64, flat rows of the pool in layer 0, each at most once.
         pool: [num_pages, num_layers, page_size, rank + rope] bfloat16, or, for a rank of 512 and
-            64 rotated values, [num_pages, num_layers, page_size, 656] uint8.
+            64 rotated values, [num_pages, num_layers, page_size, 656] uint8: `pack_latents`.
         layer: the layer whose pages are written.
         interleave: whether pairs are (0, 1), (2, 3), ... and not (i, i + rope / 2).
         eps: of the latent's normalisation.

@@ -7,6 +7,10 @@ from pdmesh.model.config import ModelConfig
 from pdmesh.wire.hashes import Arithmetic, PageFormat, Precision
 from pdmesh.wire.ids import PAGE_SIZE
 
+PLAIN_LAYOUT, PACKED_LAYOUT = 1, 2
+"""`PageFormat.layout`. A reader of packed pages may take a latent's first scale for all of it, so
+workers must never take pages of four different scales for these."""
+
 
 def page_format(
     config: ModelConfig,
@@ -41,6 +45,7 @@ def page_format(
         num_layers=config.num_hidden_layers + mtp_layers,
         mtp_layers=mtp_layers,
         latent_width=LATENT_BYTES if packed else config.latent_width,
+        layout=PACKED_LAYOUT if packed else PLAIN_LAYOUT,
         arithmetic=arithmetic,
         precision=precision,
         packed=packed,

@@ -43,6 +43,13 @@ def test_an_operation_takes_no_less_than(bounds, layer, op, giga, mega, h100, h2
     assert work.microseconds(bounds.H200) == pytest.approx(h200, abs=0.06)
 
 
+def test_attention_over_packed_latents_is_bound_by_fp8_arithmetic(bounds):
+    work = bounds.moe_layer(128, 2, 5000, ranks=128, packed=True)["mla"]
+    assert work.operations / 1e9 == pytest.approx(356.5, rel=0.01)
+    assert work.bytes / 1e6 == pytest.approx(491.2, rel=0.01)
+    assert work.microseconds(bounds.H200) == pytest.approx(180.1, abs=0.06)
+
+
 def test_the_routed_experts_of_a_wide_rank_are_bound_by_arithmetic(bounds):
     up, down = bounds.routed(2, 1024)
     assert (up.limit(bounds.H200), down.limit(bounds.H200)) == ("compute", "compute")

@@ -78,3 +78,17 @@ def test_rows_come_with_their_bound_and_what_was_published(project, wires):
     assert sum("bound" in row.name for row in rows) == 4
     assert any(row.layer_us == 1850.0 for row in rows)
     assert "2,200" in project.table(rows)
+
+
+def test_a_layer_over_packed_latents_has_rows_and_bounds_of_its_own(project, wires):
+    rest = dict.fromkeys(project.DENSE, 50.0) | {"head": 480.0}
+    layer = {"rest": rest, "ep8": measured(project), "ep8_fp8": measured(project, layer=800.0)}
+    plain, packed = (
+        {r.name: r for r in project.all_rows(layer, None, wires) if ("FP8" in r.name) == packed}
+        for packed in (False, True)
+    )
+    serial = "one after another"
+    saved = plain[f"EP8, {serial}"].layer_us - packed[f"EP8, FP8 latents, {serial}"].layer_us
+    assert saved == pytest.approx(100)
+    bound = packed[f"EP8, FP8 latents, bound, {serial}"]
+    assert bound.layer_us == pytest.approx(plain[f"EP8 bound, {serial}"].layer_us - 180.1, abs=0.1)

@@ -136,21 +136,47 @@ def test_what_does_not_fit_is_refused():
         device.forward(far, device.new_latents(65, PAGE), "absorbed")
 
 
-def test_the_shipped_model_in_fp8_says_what_it_says_in_float32():
+@pytest.fixture(scope="module")
+def shipped():
+    """(reference, device model, conversations) of the shipped model."""
+    path = shipped_model()
+    reference = load_model(path)
+    return reference, DeviceModel.load(path), list(conversations(reference, path))
+
+
+def test_the_shipped_model_in_fp8_says_what_it_says_in_float32(shipped):
     """A value in e4m3 is off by up to 1/16, evenly spread: 1/16/sqrt(3) = 3.6 % of its size in the
     root mean square. So is every product, relative to its own size, and a layer adds two such to a
     stream that keeps its own rounding in bfloat16: with the errors of the layers independent, the
     logits of a usual position are off by about sqrt(2) times 3.6 % = 5 % of their spread. A
     position where a router decides a near tie the other way may be off by more."""
-    path = shipped_model()
-    reference, device = load_model(path), DeviceModel.load(path)
+    reference, device, talks = shipped
     given, expected = [], []
-    for tokens, answer in conversations(reference, path):
+    for tokens, answer in talks:
         rows = slice(len(tokens) - answer - 1, len(tokens) - 1)
         batch = Batch.build([SequenceSlice((5, 2), 0, len(tokens), 0)], [tokens])
         for model, kept in ((reference, expected), (device, given)):
             pool = model.new_latents(6).fill_(float("nan"))
             kept.append(model.logits(model.forward(batch, pool, "mha"))[rows])
+    check_agreement(torch.cat(given), torch.cat(expected))
+
+
+def test_the_shipped_model_over_packed_latents_says_what_it_says_in_float32(shipped):
+    """Answers in absorbed form over a prompt in MHA form, with one scale for a latent."""
+    reference, device, talks = shipped
+    given, expected = [], []
+    for tokens, answer in talks:
+        begin, end = len(tokens) - answer - 1, len(tokens) - 1
+        for model, kept in ((reference, expected), (device, given)):
+            if model is device:
+                pool = device.new_latents(6, packed=True).fill_(255)
+            else:
+                pool = model.new_latents(6)
+            for ends, form in (((0, begin), "mha"), ((begin, end), "absorbed")):
+                piece = SequenceSlice((5, 2), *ends, ends[0])
+                batch = Batch.build([piece], [tokens[slice(*ends)]])
+                hidden = model.forward(batch, pool, form)
+            kept.append(model.logits(hidden))
     check_agreement(torch.cat(given), torch.cat(expected))
 
 

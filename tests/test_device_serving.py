@@ -1,5 +1,6 @@
 """How a worker places a model: precision, page format, pages, captured rows, refusals."""
 
+import msgspec
 import pytest
 import torch
 from checkpoints import random_checkpoint
@@ -46,6 +47,8 @@ def test_workers_of_another_precision_or_another_form_of_latents_refuse_each_oth
     assert len({f.fingerprint() for f in formats}) == 3
     assert plain.difference(fp8) == "precision is 'plain' here and 'fp8' there"
     assert "latent_width is 576 here and 656 there" in (fp8.difference(packed) or "")
+    four_scales = msgspec.structs.replace(packed, layout=fp8.layout)
+    assert packed.difference(four_scales) == "layout is 2 here and 1 there"
     assert (fp8.page_layer_bytes, packed.page_layer_bytes) == (64 * 1152, 64 * 656)
     assert [store_dtype(f) for f in formats] == [torch.bfloat16, torch.bfloat16, torch.uint8]
 

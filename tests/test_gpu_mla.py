@@ -21,7 +21,7 @@ def error(got, wanted):
     return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
-def batch(lengths, heads, rows, packed=False, seed=0, layers=3, poison=True, shared=False):
+def batch(lengths, heads, rows, packed=False, seed=0, layers=3, poison=True, shared=True):
     """A pool whose tokens beyond a length are NaN, page tables, a query: all random."""
     g = torch.Generator("cuda").manual_seed(seed)
     per = [-(-length // PAGE) for length in lengths]

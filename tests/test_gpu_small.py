@@ -132,9 +132,14 @@ def test_latents_go_to_their_pages(m, packed, interleave):
     want = rope_definition.rope_append(*arguments, pool, 2, interleave=interleave)
     torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-6)
     if packed:
+        scales = [
+            p.view(-1, 656)[:, 512:528].contiguous().view(torch.float32) for p in (mine, pool)
+        ]
         different = (mine != pool).flatten(0, 2)
         assert float(different.float().mean()) < 1e-3
         touched = (arguments[6][arguments[6] >= 0] + 2 * 64).tolist()
+        for some in scales:
+            assert torch.equal(some[touched], some[touched, :1].expand(-1, 4))
         assert set(different.any(dim=1).nonzero().flatten().tolist()) <= set(touched)
         ours, theirs = (quantised.unpack_latents(p.view(-1, 656)[touched]) for p in (mine, pool))
         assert float((ours - theirs).norm()) <= 1e-2 * float(theirs.norm())

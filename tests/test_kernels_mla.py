@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pdmesh.kernels import flash_mla_backend, flashinfer_backend, hopper_mla, mla_reference
+from pdmesh.kernels.attention_choice import HopperDecode
 from pdmesh.kernels.quantised import pack_latents, unpack_latents
 from pdmesh.kernels.triton import mla_decode as decode
 from pdmesh.kernels.triton import mla_prefill as prefill
@@ -12,7 +13,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 
 
-def batch(lengths, heads, rows, page, rank=32, rope=16, packed=False, seed=0):
+def batch(lengths, heads, rows, page, rank=32, rope=16, packed=False, seed=0, shared=True):
     """A pool of two layers whose tokens beyond a sequence's length are NaN, and a query."""
     g = torch.Generator().manual_seed(seed)
     width = 576 if packed else rank + rope
@@ -29,7 +30,7 @@ def batch(lengths, heads, rows, page, rank=32, rope=16, packed=False, seed=0):
     query = torch.randn(len(lengths) * rows, heads, width, generator=g).bfloat16()
     if packed:
         nothing = pool.isnan().any(-1)
-        pool = pack_latents(pool)
+        pool = pack_latents(pool, shared)
         pool[nothing] = 0xFF
     sizes = torch.tensor(lengths, dtype=torch.int32)
     return query.to(DEVICE), pool.to(DEVICE)[:, 1], table.to(DEVICE), sizes.to(DEVICE)
@@ -73,8 +74,9 @@ def test_decode_does_not_read_tokens_before_the_first_key():
         assert bool((wanted[2:4] == 0).all())
 
 
-def test_decode_reads_packed_latents():
-    args = batch([1, 0, 35], 4, 2, 8, rank=512, packed=True)
+@pytest.mark.parametrize("shared", [True, False], ids=["one scale", "four scales"])
+def test_decode_reads_packed_latents(shared):
+    args = batch([1, 0, 35], 4, 2, 8, rank=512, packed=True, shared=shared)
     wanted = plain(*args, 2, 0.05, 512)
     got = decode.mla_decode(*args, 2, 0.05, split=32, tuning=SMALL).cpu()
     assert error(got, wanted) < 1e-2
@@ -139,11 +141,18 @@ def test_a_backend_says_why_it_is_not_there(backend):
 def test_latents_with_one_scale_are_as_exact_as_with_four():
     g = torch.Generator().manual_seed(0)
     latent = torch.randn(64, 576, generator=g)
-    four, one = pack_latents(latent), pack_latents(latent, shared_scale=True)
+    four, one = pack_latents(latent, shared_scale=False), pack_latents(latent)
     scales = one[:, 512:528].contiguous().view(torch.float32)
     assert (scales == scales[:, :1]).all()
     errors = [error(unpack_latents(p)[:, :512], latent[:, :512]) for p in (four, one)]
     assert 0.9 < errors[1] / errors[0] < 1.1
+
+
+def test_packed_pages_are_decoded_by_one_scale_a_latent(monkeypatch):
+    asked = []
+    monkeypatch.setattr(hopper_mla, "mla_decode", lambda *args, **more: asked.append((args, more)))
+    HopperDecode()("query", "pages", "table", "lengths", 2, 0.1, rank=512, first_key=0)
+    assert asked == [(("query", "pages", "table", "lengths", 2, 0.1), {"shared_scale": True})]
 
 
 def test_flash_mla_names_the_shape_it_does_not_take():

@@ -8,6 +8,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/test_gpu_small.py has the cases of a device", allow_module_level=True)
 
 from pdmesh.kernels import rope_append as definition  # noqa: E402
+from pdmesh.kernels.norm import rms_norm  # noqa: E402
 from pdmesh.kernels.quantised import unpack_latents  # noqa: E402
 from pdmesh.kernels.rope import RopeTable, inverse_frequencies  # noqa: E402
 from pdmesh.kernels.triton import rope_append as fast  # noqa: E402
@@ -75,6 +76,24 @@ def test_latents_stand_in_pages_of_656_bytes(interleave):
     assert float((ours[rows] != theirs[rows]).float().mean()) < 0.01
     others = [row for row in range(len(ours)) if row not in rows]
     assert torch.equal(ours[others], pool.view(-1, 656)[others])
+    scales = [p[rows, 512:528].contiguous().view(torch.float32) for p in (ours, theirs)]
+    assert torch.equal(scales[0], scales[0][:, :1].expand(-1, 4))
+    torch.testing.assert_close(scales[0], scales[1], rtol=2**-7, atol=0)
+
+
+def test_a_latent_has_the_scale_of_its_largest_value_wherever_that_stands():
+    arguments, pool = case(512, 64, 1, [0, 1, 2, 3, 4], True, True)
+    latent, weight = arguments[1], arguments[2].fill_(1)
+    for row, place in enumerate((0, 127, 128, 300, 511)):
+        latent[row, place] = 40.0
+    latent[4, :512] = 0
+    for written in [p.view(-1, 656)[PAGE : PAGE + 5] for _, p in both(arguments, pool, True)]:
+        scales = written[:, 512:528].contiguous().view(torch.float32)
+        normed = rms_norm(latent[:, :512], weight, 1e-6).float()
+        wanted = normed.abs().amax(dim=1, keepdim=True).clamp_min(1e-10) / 448
+        torch.testing.assert_close(scales, wanted.expand(-1, 4), rtol=2**-7, atol=0)
+        assert torch.equal(scales, scales[:, :1].expand(-1, 4))
+        assert not bool(written[4, :512].any())
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["bf16", "fp8"])

@@ -48,13 +48,15 @@ class PageFormat(msgspec.Struct, frozen=True):
     latent_width: int
     """Values per token and layer: latent rank + rotary dimensions."""
     layout: int = 1
+    """How values lie in a page. 1: as computed. 2: packed, with one scale for all FP8 values of a
+    latent, written four times."""
     arithmetic: Arithmetic = "fast"
     """"fast": prompts in MHA form, generated tokens in absorbed form. "exact": all in absorbed
     form, so that latents do not depend on which worker computed them, or why."""
     precision: Precision = "plain"
     """"plain": matrices are multiplied in `dtype`. "fp8": in FP8, rows quantised on the way."""
     packed: bool = False
-    """A latent is bytes: FP8 values with a scale for 128 of them, then rotated ones in bfloat16;
+    """A latent is bytes: FP8 values, scales, then rotated ones in bfloat16 (see `layout`);
     `latent_width` counts the bytes."""
 
     @property

@@ -1,6 +1,7 @@
 """Rotation of queries and keys, and the new latents into their pages, in one launch.
 
-Definition: `pdmesh.kernels.rope_append`.
+Definition: `pdmesh.kernels.rope_append`. A packed latent's values are multiplied by the reciprocal
+of its scale where the definition divides, so one midway between two FP8 numbers may go to either.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from torch import Tensor
 from pdmesh.kernels.quantised import LATENT_BYTES
 from pdmesh.kernels.rope_append import LATENT_NORM_EPS
 from pdmesh.kernels.triton.launch import power_of_two
-from pdmesh.kernels.triton.quantise import quantised_groups
 
 HEADS = 32
 """Heads that one program rotates."""
@@ -98,10 +98,13 @@ def rope_append_kernel(
         normed = (unit * tl.load(weight + column).to(tl.float32)).to(tl.bfloat16)
         one = tl.arange(0, 1)[:, None]
         if PACKED:
-            values, scales = quantised_groups(normed.to(tl.float32))
+            wide = normed.to(tl.float32)
+            largest = tl.max(tl.max(tl.abs(wide), axis=1), axis=0)
+            scale = tl.div_rn(tl.maximum(largest, 1e-10), 448.0)
+            values = (wide * tl.div_rn(1.0, scale)).to(tl.float8e4nv)
             tl.store(pool_bytes + at * (RANK + RANK // 32 + 2 * ROPE) + column, values)
             to = pool_scales + at * ((RANK + RANK // 32 + 2 * ROPE) // 4) + RANK // 4
-            tl.store(to + tl.arange(0, RANK // 128), scales)
+            tl.store(to + tl.arange(0, RANK // 128), scale)
             pool += at * ((RANK + RANK // 32 + 2 * ROPE) // 2) + (RANK + RANK // 32) // 2
         else:
             pool += at * (RANK + ROPE)

@@ -1,0 +1,77 @@
+"""The layer of bench/gpu_layer.py over packed latents: its definitions, on a CPU."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("these kernels run in Triton's interpreter here", allow_module_level=True)
+
+from pdmesh.kernels import mla_reference  # noqa: E402
+from pdmesh.kernels.quantised import unpack_latents  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def bench():
+    sys.path.insert(0, str(ROOT / "bench"))
+    try:
+        yield importlib.import_module("gpu_choices")
+    finally:
+        sys.path.remove(str(ROOT / "bench"))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["bf16", "packed"])
+def world(bench, request):
+    """A step's state over two sequences of 70 latents, and the candidates for it."""
+    block = importlib.import_module("gpu_block")
+    rank = block.Rank("a small one", 128, batch=2, query=2, kv=70, heads=2)
+    state = block.State(rank, 2, packed=request.param, device="cpu")
+    return rank, state, bench.steps(packed=request.param)
+
+
+def normal(*shape):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+
+def test_all_that_append_latents_write_what_the_definition_writes(bench, world):
+    rank, state, table = world
+    step, timing = table["rope_append"], importlib.import_module("gpu_timing")
+    inputs = normal(rank.tokens, rank.heads, 64), normal(rank.tokens, 576), normal(512)
+    call = (*inputs, state.cos, state.sin, state.positions, state.slots, state.pool, 1)
+    wanted = step.look(step.reference(*call), call)
+    assert [one.name for one in step.candidates] == ["torch", "rope_append"]
+    for candidate in step.candidates:
+        got = step.look(candidate.run(*call), call)
+        assert timing.error(got, wanted) < step.tolerance
+    nothing = step.look(wanted[0], call)
+    assert timing.error(nothing, wanted) > 0.9
+
+
+def test_attention_is_held_against_what_the_pages_hold(world):
+    rank, state, table = world
+    step = table["mla"]
+    query = normal(rank.tokens, rank.heads, 576)
+    call = (query, state.pool[:, 0], state.table, state.lengths, rank.query, 192**-0.5)
+    wanted = mla_reference.mla_decode(*call)
+    torch.testing.assert_close(step.reference(*call), wanted, rtol=2**-7, atol=1e-3)
+
+
+def test_packed_latents_are_offered_to_kernels_that_read_them(bench):
+    names = [one.name for one in bench.steps(packed=True)["mla"].candidates]
+    assert names == ["CUDA, one scale", "Triton, 656 bytes"]
+    assert "FlashMLA" in [one.name for one in bench.steps()["mla"].candidates]
+
+
+def test_a_random_pool_holds_unit_values_in_either_form(world):
+    _, state, _ = world
+    pool = state.pool
+    wide = unpack_latents(pool) if pool.dtype == torch.uint8 else pool.float()
+    assert wide.shape == (4, 2, 64, 576)
+    assert float(wide[:, 0].std()) == pytest.approx(1, abs=0.02)
