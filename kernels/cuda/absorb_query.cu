@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                  const __grid_constant__ CUtensorMap out_map, const uint8_t* __restrict__ weights,
                  const float* __restrict__ weight_scales,
                  const __nv_bfloat16* __restrict__ rotated, int64_t rotated_row,
-                 int64_t rotated_head, float scale, int m) {
+                 int64_t rotated_head, float scale, int m, int dependent) {
   extern __shared__ uint8_t raw[];
   const uint32_t base = (address(raw) + 1023) & ~1023u;
   uint8_t* const shared = raw + (base - address(raw));
@@ -43,7 +43,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int first = CHUNKS * blockIdx.z / gridDim.z, last = CHUNKS * (blockIdx.z + 1) / gridDim.z;
   const auto row_of = [&](int i) { return (blockIdx.y + i * gridDim.y) * ROWS; };
 
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  // Only where it was asked for: FlashMLA's decode is launched as a dependent of whatever stands
+  // before it and does not wait, so it would read queries that are not written yet.
+  if (dependent) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   if (threadIdx.x == THREADS - 32) {
     prefetch(&x_map);
     prefetch(&out_map);
@@ -199,5 +201,5 @@ extern "C" int absorb_query_launch(const void* x, int64_t x_row, int64_t x_head,
   return cudaLaunchKernelEx(&config, absorb_query, x_map, out_map,
                             static_cast<const uint8_t*>(weights), weight_scales,
                             static_cast<const __nv_bfloat16*>(rotated), rotated_row, rotated_head,
-                            scale, m);
+                            scale, m, dependent);
 }
