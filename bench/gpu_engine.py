@@ -7,8 +7,8 @@ step has two rows a sequence over `--keys` keys; "graph" is the device's time of
 the wall time of `DeviceModel.forward` from the rows' positions to hidden states that the host has
 waited for; what is left of the step beside the graph is the host's share. A measurement whose
 hidden states are not finite has no figures but an error, and the exit code is then 1.
-`unlike_single_launches` are rows of a replay with other bits than the same step has whose operations
-wait for each other: some kernel did not wait for another.
+`unlike_single_launches` are rows of a replay with other bits than the same step has whose
+operations wait for each other: some kernel did not wait for another.
 """
 
 from __future__ import annotations

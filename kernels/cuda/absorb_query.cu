@@ -179,7 +179,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // The next rows' first part of the weight may take the memory of these rows' last one.
     if (begin + TILES < tiles) asm volatile("bar.sync 3, 256;" ::: "memory");
   }
-  if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  // Written, not only read: nothing else makes them wait who begin when this kernel has ended.
+  if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // 0, or a cudaError_t, or 10000 plus a CUresult. Strides are in values. Thread blocks of one head:
