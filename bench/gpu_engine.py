@@ -29,11 +29,12 @@ from torch import Tensor
 
 from pdmesh.decode.drafter import SequenceRows
 from pdmesh.decode.runner import DecodeRunner
+from pdmesh.kernels.backends import choose_backends
 from pdmesh.kernels.quantised import Rows
 from pdmesh.model.batch import Batch, SequenceSlice
 from pdmesh.model.device.building import build_weights
 from pdmesh.model.device.full_width import full_width
-from pdmesh.model.device.model import DeviceModel
+from pdmesh.model.device.model import DeviceModel, shapes_of
 from pdmesh.model.device.padding import padded
 from pdmesh.model.device.sources import RandomSource
 from pdmesh.model.sampling_state import SamplingState
@@ -278,13 +279,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, nargs="*", default=[4096])
     parser.add_argument("--experts", type=int, default=256, help="fewer: as one rank has them")
     parser.add_argument("--profile", action="store_true", help="kernels of a replay")
+    parser.add_argument("--force", nargs="*", default=[], help="operation=backend")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = full_width(options.layers, options.experts)
     device = torch.device("cuda")
     began = time.perf_counter()
     weights = build_weights(config, RandomSource(device), device, mtp=False)
-    model = DeviceModel(config, weights)
+    forced = dict(item.split("=", 1) for item in options.force)
+    model = DeviceModel(config, weights, choose_backends(device, shapes_of(config), forced))
     torch.cuda.synchronize()
     print(
         f"weights {torch.cuda.memory_allocated() / 1e9:.1f} GB, {time.perf_counter() - began:.1f} s"
