@@ -75,12 +75,12 @@ def gate_bf16(normed: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
     return choose_experts(logits, weights.gate_bias, RULE)
 
 
-def _absorb(**options: bool) -> Callable[[Any], Any]:
-    return lambda run: lambda query, w, rotated: run(query, w.key, rotated, 1.0, **options)
+def _absorb(run: Any) -> Callable[..., Tensor]:
+    return lambda query, w, rotated: run(query, w.key, rotated, 1.0)
 
 
-def _values(**options: bool) -> Callable[[Any], Any]:
-    return lambda run: lambda latent, w: run(latent, w.value, **options)
+def _values(run: Any) -> Callable[..., Any]:
+    return lambda latent, w: run(latent, w.value)
 
 
 def _gate_by(weight: str) -> Callable[[Any], Any]:
@@ -221,9 +221,9 @@ def _all_steps() -> dict[str, Step]:
                     "torch bf16",
                     lambda query, w, rotated: lib.torch_absorb(query, w.key_bf16, rotated),
                 ),
-                *own("cuda_absorbed", "absorb_query", "CUDA", _absorb()),
-                *own("cuda_absorbed", "absorb_query", "CUDA, dependent", _absorb(dependent=True)),
-                *own("triton.absorbed", "absorb_query", "Triton", _absorb()),
+                *own("cuda_absorbed", "absorb_query", "CUDA", _absorb),
+                # Not as a dependent: FlashMLA, which comes next, would not wait for it.
+                *own("triton.absorbed", "absorb_query", "Triton", _absorb),
             ],
             SMALL,
         ),
@@ -241,9 +241,10 @@ def _all_steps() -> dict[str, Step]:
             lambda latent, w: ref.project_values_quantise(latent, w.value),
             [
                 Candidate("torch bf16", lambda latent, w: lib.torch_values(latent, w.value_bf16)),
-                *own("cuda_absorbed", values, "CUDA", _values()),
-                *own("cuda_absorbed", values, "CUDA, dependent", _values(dependent=True)),
-                *own("triton.absorbed", values, "Triton", _values()),
+                *own("cuda_absorbed", values, "CUDA", _values),
+                # Not as a dependent: it would wait for FlashMLA's merging kernel only, which may
+                # end before attention where no sequence is split.
+                *own("triton.absorbed", values, "Triton", _values),
             ],
             LOOSE,
         ),

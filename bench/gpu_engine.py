@@ -5,7 +5,10 @@
 Prints one line a measurement and writes them to $OUT/gpu_engine.json where OUT is set. A decode
 step has two rows a sequence over `--keys` keys; "graph" is the device's time of a replay, "step"
 the wall time of `DeviceModel.forward` from the rows' positions to hidden states that the host has
-waited for; what is left of the step beside the graph is the host's share.
+waited for; what is left of the step beside the graph is the host's share. A measurement whose
+hidden states are not finite has no figures but an error, and the exit code is then 1.
+`unlike_single_launches` are rows of a replay with other bits than the same step has whose
+operations wait for each other: some kernel did not wait for another.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,15 +29,16 @@ from torch import Tensor
 
 from pdmesh.decode.drafter import SequenceRows
 from pdmesh.decode.runner import DecodeRunner
+from pdmesh.kernels.backends import choose_backends
 from pdmesh.kernels.quantised import Rows
 from pdmesh.model.batch import Batch, SequenceSlice
 from pdmesh.model.device.building import build_weights
 from pdmesh.model.device.full_width import full_width
-from pdmesh.model.device.model import DeviceModel
+from pdmesh.model.device.model import DeviceModel, shapes_of
 from pdmesh.model.device.padding import padded
 from pdmesh.model.device.sources import RandomSource
 from pdmesh.model.sampling_state import SamplingState
-from pdmesh.wire.errors import PdmeshError
+from pdmesh.wire.errors import InternalError, PdmeshError
 from pdmesh.wire.sampling import SamplingParams
 
 PAGE = 64
@@ -79,12 +84,39 @@ def print_shares(call: Callable[[], object]) -> None:
         print(f"    {ms:8.3f} ms {launches:5} x {name}", flush=True)
 
 
+def checked(hidden: Tensor, what: str) -> Tensor:
+    """The hidden states [m, hidden] themselves.
+
+    Raises:
+        InternalError: one of them is not finite.
+    """
+    wrong = ~torch.isfinite(hidden.float()).all(-1)
+    if bool(wrong.any()):
+        rows = wrong.nonzero().flatten().tolist()
+        raise InternalError(
+            f"{what}: {len(rows)} of {len(hidden)} rows are not finite, the first is row {rows[0]}"
+        )
+    return hidden
+
+
+def measured(what: str, batch: int, call: Callable[[], dict]) -> dict:
+    """What a measurement gives, or its error in place of figures."""
+    try:
+        return call()
+    except PdmeshError as error:
+        return {"what": what, "batch": batch, "error": str(error)}
+
+
 UNDEFINED = ("permute_masked", "permute_contiguous", "masked_grouped_gemm", "gate_topk")
 """Operations of whose output only a part is defined."""
 
 
-def first_not_finite(model: DeviceModel, call: Callable[[], object]) -> str:
-    """The first operation of a call, launched one by one, whose output is not finite."""
+def one_by_one(model: DeviceModel, call: Callable[[], Tensor]) -> tuple[Tensor, str]:
+    """A call without graphs whose operations wait for each other.
+
+    Returns:
+        what it gives; the first operation whose output is not finite, or that there is none.
+    """
     found: list[str] = []
     calls = 0
 
@@ -92,10 +124,14 @@ def first_not_finite(model: DeviceModel, call: Callable[[], object]) -> str:
         def run(*arguments: object, **keywords: object) -> object:
             nonlocal calls
             output = operation(*arguments, **keywords)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             calls += name == "rope_append"
+            if name in UNDEFINED or "masked" in name or found:
+                return output
             first = output[0] if isinstance(output, tuple) else output
             tensor = first.scales if isinstance(first, Rows) else first
-            if not found and not bool(torch.isfinite(tensor.float()).all()):
+            if not bool(torch.isfinite(tensor.float()).all()):
                 found.append(f"{name}, rope_append call {calls} being the last one")
             return output
 
@@ -103,18 +139,17 @@ def first_not_finite(model: DeviceModel, call: Callable[[], object]) -> str:
             run.plan = operation.plan  # type: ignore[attr-defined]
         return run
 
-    names = [c.op for c in model.ops.choices if "masked" not in c.op and c.op not in UNDEFINED]
-    before = {name: getattr(model.ops, name) for name in names}
+    before = {choice.op: getattr(model.ops, choice.op) for choice in model.ops.choices}
     pool, model._pool = model._pool, None
     try:
         for name, operation in before.items():
             setattr(model.ops, name, watched(name, operation))
-        call()
+        given = call()
     finally:
         model._pool = pool
         for name, operation in before.items():
             setattr(model.ops, name, operation)
-    return found[0] if found else "none, launched one by one"
+    return given, found[0] if found else "none, launched one by one"
 
 
 def decode_batch(count: int, keys: int, rows: int, shift: int = 0) -> Batch:
@@ -136,19 +171,26 @@ def measure_decode(
     graphs = model._graphs_for(batch, "absorbed", pool, 0)  # noqa: SLF001
     assert graphs is not None
     model.forward(batch, pool, "absorbed")
-    replay, _ = graphs._graphs[padded(batch, batch.host_tokens, rows, graphs.sizes, 1).size]  # noqa: SLF001
+    replay, output = graphs._graphs[padded(batch, batch.host_tokens, rows, graphs.sizes, 1).size]  # noqa: SLF001
 
     def step() -> Tensor:
         return model.forward(decode_batch(count, keys, rows), pool, "absorbed")
 
-    for _ in range(3):
-        hidden = step()
-    if not bool(torch.isfinite(hidden.float()).all()):
-        print(f"NOT FINITE: hidden states; first: {first_not_finite(model, step)}", flush=True)
+    try:
+        for number in range(3):
+            checked(step(), f"step {number}")
+    except InternalError:
+        pool.normal_()  # what such a step wrote would be found first
+        print(f"NOT FINITE: hidden states; first: {one_by_one(model, step)[1]}", flush=True)
+        raise
+    alone, _ = one_by_one(model, step)
+    unlike = int((alone != step()).any(-1).sum())
     graph = statistics.median(event_times(replay, 10))
     whole = statistics.median(wall_times(step, 10))
     if profiled:
         print_shares(replay)
+    checked(output, "the last replay")
+    checked(step(), "the last step")
     began = time.perf_counter()
     for _ in range(20):
         decode_batch(count, keys, rows)
@@ -163,6 +205,7 @@ def measure_decode(
         "host_share": round((whole - graph) / whole, 4),
         "batch_building_ms": round(building, 3),
         "layer_us": round(graph * 1e3 / model.config.num_hidden_layers, 1),
+        "unlike_single_launches": unlike,
     }
 
 
@@ -181,17 +224,19 @@ def measure_runner(model: DeviceModel, pool: Tensor, count: int, keys: int) -> d
         )
         for i in range(count)
     ]
+    batch = decode_batch(count, keys, 1)
+    graphs = model._graphs_for(batch, "absorbed", pool, 0)
+    replay, output = graphs._graphs[padded(batch, batch.host_tokens, 1, graphs.sizes, 1).size]
+    checked(model.forward(batch, pool, "absorbed"), "the first step")
     runner = DecodeRunner(model, SimpleNamespace(tensor=pool), PAGE, draft_tokens=0)
     step = lambda: runner.step(sequences)  # noqa: E731
     for _ in range(3):
         step()
-    batch = decode_batch(count, keys, 1)
-    graphs = model._graphs_for(batch, "absorbed", pool, 0)
-    replay, _ = graphs._graphs[padded(batch, batch.host_tokens, 1, graphs.sizes, 1).size]
     hidden = torch.zeros(count, model.config.hidden_size, dtype=torch.bfloat16, device="cuda")
     graph = statistics.median(event_times(replay, 10))
     head = statistics.median(event_times(lambda: model.logits(hidden).argmax(-1), 10))
     whole = statistics.median(wall_times(step, 10))
+    checked(output, "the last step")
     return {
         "what": "decode worker's step",
         "batch": count,
@@ -210,8 +255,9 @@ def measure_prefill(model: DeviceModel, pool: Tensor, tokens: int, profiled: boo
     values = torch.randint(0, model.config.vocab_size, (tokens,), device="cuda")
     batch.padded_tokens[:tokens] = values
     call = lambda: model.forward(batch, pool, "mha")  # noqa: E731
-    call()
+    checked(call(), "the first prompt")
     ms = statistics.median(wall_times(call, 5))
+    checked(call(), "the last prompt")
     per_second = tokens / ms * 1e3
     if profiled:
         print_shares(call)
@@ -224,7 +270,7 @@ def measure_prefill(model: DeviceModel, pool: Tensor, tokens: int, profiled: boo
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--batch", type=int, nargs="+", default=[64, 128])
@@ -233,13 +279,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, nargs="*", default=[4096])
     parser.add_argument("--experts", type=int, default=256, help="fewer: as one rank has them")
     parser.add_argument("--profile", action="store_true", help="kernels of a replay")
+    parser.add_argument("--force", nargs="*", default=[], help="operation=backend")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = full_width(options.layers, options.experts)
     device = torch.device("cuda")
     began = time.perf_counter()
     weights = build_weights(config, RandomSource(device), device, mtp=False)
-    model = DeviceModel(config, weights)
+    forced = dict(item.split("=", 1) for item in options.force)
+    model = DeviceModel(config, weights, choose_backends(device, shapes_of(config), forced))
     torch.cuda.synchronize()
     print(
         f"weights {torch.cuda.memory_allocated() / 1e9:.1f} GB, {time.perf_counter() - began:.1f} s"
@@ -249,25 +297,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pool = model.new_latents(pages, PAGE)
     pool.normal_()
     model.capture_sizes(pool, {1, options.rows}, sorted(options.batch))
-    results = [
-        measure_decode(model, pool, count, options.keys, options.rows, options.profile)
-        for count in options.batch
-    ]
-    for result in results:
-        print(json.dumps(result), flush=True)
+    calls: list[tuple[str, int, Callable[[], dict]]] = []
     for count in options.batch:
-        try:
-            results.append(measure_runner(model, pool, count, options.keys))
-        except PdmeshError as error:
-            results.append({"what": "decode worker's step", "batch": count, "error": str(error)})
-        print(json.dumps(results[-1]), flush=True)
+        decode = partial(measure_decode, model, pool, count, options.keys, options.rows)
+        calls.append(("decode", count, partial(decode, options.profile)))
+    for count in options.batch:
+        worker = partial(measure_runner, model, pool, count, options.keys)
+        calls.append(("decode worker's step", count, worker))
     for tokens in options.prompt:
-        results.append(measure_prefill(model, pool, tokens, options.profile))
+        prompt = partial(measure_prefill, model, pool, tokens, options.profile)
+        calls.append(("prefill", tokens, prompt))
+    results = []
+    for what, size, call in calls:
+        pool.normal_()  # nothing of the measurement before
+        results.append(measured(what, size, call))
         print(json.dumps(results[-1]), flush=True)
     print(f"peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
     if out := os.environ.get("OUT"):
         Path(out, "gpu_engine.json").write_text(json.dumps(results, indent=1) + "\n")
+    return int(any("error" in result for result in results))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -5,6 +5,7 @@ Each class is called like the definition in `mla_reference` and takes a `plan` b
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -102,19 +103,26 @@ class TritonPrefill:
 
 
 class FlashInferPrefill:
-    """FlashInfer's FA3 kernels, for keys of 192 and values of 128."""
+    """FlashInfer's FA3 kernels, for keys of 192 and values of 128.
+
+    A wrapper holds one plan. A step has one for each of its parts, all made before the first is
+    computed, so each gets a wrapper of its own, which is used again when the plan has gone.
+    """
 
     def __init__(self, device: torch.device) -> None:
         size = flashinfer_backend.WORKSPACE_BYTES
-        workspace = torch.empty(size, dtype=torch.uint8, device=device)
-        self._prefill = flashinfer_backend.Prefill(workspace)
+        self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        self._idle: list[flashinfer_backend.Prefill] = []
 
     def plan(
         self, starts: tuple[Tensor, Tensor], heads: int, widths: tuple[int, int], scale: float
-    ) -> Any:
-        """Plans a step; `starts` of queries and keys on the host."""
-        self._prefill.plan(*starts, heads, widths, scale)
-        return starts
+    ) -> _PrefillPlan:
+        """Plans a part of a step; `starts` of queries and keys on the host."""
+        wrapper = self._idle.pop() if self._idle else flashinfer_backend.Prefill(self._workspace)
+        plan = _PrefillPlan(wrapper)
+        weakref.finalize(plan, self._idle.append, wrapper)
+        wrapper.plan(*starts, heads, widths, scale)
+        return plan
 
     def __call__(
         self,
@@ -125,11 +133,18 @@ class FlashInferPrefill:
         key_starts: Tensor,
         scale: float,
         *,
-        plan: Any = None,
+        plan: _PrefillPlan | None = None,
     ) -> Tensor:
         """See `mla_reference.mla_prefill`."""
         if plan is None:
             widths = (key.shape[2], value.shape[2])
             starts = (query_starts.cpu(), key_starts.cpu())
-            self.plan(starts, query.shape[1], widths, scale)
-        return self._prefill.run(query, key, value)
+            plan = self.plan(starts, query.shape[1], widths, scale)
+        return plan.wrapper.run(query, key, value)
+
+
+class _PrefillPlan:
+    """Lives as long as a step needs its plan."""
+
+    def __init__(self, wrapper: flashinfer_backend.Prefill) -> None:
+        self.wrapper = wrapper

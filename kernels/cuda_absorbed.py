@@ -86,7 +86,8 @@ def absorb_query(
     Args:
         query, rotated: [m, heads, 128 and 64] bfloat16; starts and strides in 8s, the last one.
         out: bfloat16, contiguous, written and returned.
-        dependent: see `cuda_gemm.fp8_gemm`.
+        dependent: see `cuda_gemm.fp8_gemm`. The kernel behind it may then begin before the result
+            is written, and must wait: FlashMLA's decode does not.
 
     Raises:
         RuntimeError: it does not compile or cannot be launched.

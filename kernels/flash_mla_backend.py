@@ -87,6 +87,9 @@ class Plan:
     ) -> Tensor:
         """As `kernels.mla_reference.mla_decode`, lengths of at least `rows`.
 
+        The kernel launched before must not let dependents begin early (programmatic dependent
+        launch): FlashMLA's is one, and waits for nothing.
+
         Pages of float8_e4m3fn [.., 576] go with a query in float8_e4m3fn and `descale`, the
         query's and the latents' scale, [1] float32 each; the result is bfloat16.
         """

@@ -148,6 +148,15 @@ def compiler(tmp_path, body: str) -> str:
     return str(path)
 
 
+def test_an_absorbed_query_lets_the_next_kernel_begin_early_only_if_asked():
+    """FlashMLA's decode comes next, is launched as a dependent, and waits for nothing."""
+    lines = [line.strip() for line in cuda_absorbed.source("absorb_query").splitlines()]
+    early = [line for line in lines if "launch_dependents;" in line]
+    assert early
+    assert all(line.startswith("if (dependent) ") for line in early)
+    assert "cp.async.bulk.wait_group 0;" in [line for line in lines if "wait_group" in line][-1]
+
+
 def test_a_tile_is_compiled_once_and_another_apart(tmp_path):
     made = compiler(
         tmp_path, f'echo x >>{tmp_path}/calls\nwhile [ "$1" != -o ]; do shift; done; : >"$2"'

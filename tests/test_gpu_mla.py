@@ -3,8 +3,15 @@
 import pytest
 import torch
 
-from pdmesh.kernels import flash_mla_backend, flashinfer_backend, hopper_mla, mla_reference
-from pdmesh.kernels.quantised import pack_latents, unpack_latents
+from pdmesh.kernels import (
+    cuda_absorbed,
+    flash_mla_backend,
+    flashinfer_backend,
+    hopper_mla,
+    mla_reference,
+)
+from pdmesh.kernels.quantised import BlockWeight, pack_latents, unpack_latents
+from pdmesh.kernels.triton import absorbed
 from pdmesh.kernels.triton import mla_decode as decode
 from pdmesh.kernels.triton import mla_prefill as prefill
 
@@ -162,3 +169,60 @@ def test_prefill_of_ragged_chunks_behind_a_prefix(library):
         wrapper.plan(q_starts, k_starts, heads, (192, 128), SCALE)
         got = wrapper.run(q, k, v)
     assert error(got, wanted) < 8e-3
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["triton", "cuda"])
+def test_flash_mla_reads_the_query_that_the_kernel_before_it_writes(name, rows):
+    """In a graph, where kernels follow each other closest; the query's memory is NaN before."""
+    if why := flash_mla_backend.unavailable():
+        pytest.skip(why)
+    module = cuda_absorbed if name == "cuda" else absorbed
+    if name == "cuda" and (why := cuda_absorbed.unavailable()):
+        pytest.skip(why)
+    lengths = [777] * 64
+    _, pages, table, sizes = batch(lengths, 128, rows, poison=False)
+    g = torch.Generator("cuda").manual_seed(1)
+    whole = torch.randn(64 * rows, 128, 192, generator=g, device="cuda").bfloat16()
+    values = torch.randn(128, 512, 128, generator=g, device="cuda").mul_(64)
+    weight = BlockWeight(
+        values.to(torch.float8_e4m3fn), torch.full((128, 4, 1), 3e-4, device="cuda")
+    )
+    memory = torch.empty(64 * rows, 128, 576, dtype=torch.bfloat16, device="cuda")
+    plan = flash_mla_backend.Plan(sizes, rows, 128)
+
+    def query():
+        module.absorb_query(whole[..., :128], weight, whole[..., 128:], 1.0, out=memory)
+
+    def both():
+        memory.fill_(float("nan"))
+        query()
+        return plan.decode(memory, pages, table, sizes, rows, SCALE)
+
+    query()
+    torch.cuda.synchronize()
+    wanted = plan.decode(memory, pages, table, sizes, rows, SCALE)
+    torch.cuda.synchronize()
+    both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [both() for _ in range(8)]
+    graph.replay()
+    assert all(torch.equal(got, wanted) for got in outputs)
+
+
+@pytest.mark.parametrize("lengths", [[1], [64], [5000], [1, 64, 5000], [8] * 200])
+def test_what_reads_flash_mla_s_output_reads_all_of_it(lengths):
+    """Also where no sequence is split, so that no part of the merging kernel waits."""
+    if why := flash_mla_backend.unavailable():
+        pytest.skip(why)
+    query, pages, table, sizes = batch(lengths, 128, 1, poison=False)
+    plan = flash_mla_backend.Plan(sizes, 1, 128)
+    wanted = plan.decode(query, pages, table, sizes, 1, SCALE)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copies = [plan.decode(query, pages, table, sizes, 1, SCALE) + 0 for _ in range(16)]
+    graph.replay()
+    assert all(torch.equal(got, wanted) for got in copies)

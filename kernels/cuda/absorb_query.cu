@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                  const __grid_constant__ CUtensorMap out_map, const uint8_t* __restrict__ weights,
                  const float* __restrict__ weight_scales,
                  const __nv_bfloat16* __restrict__ rotated, int64_t rotated_row,
-                 int64_t rotated_head, float scale, int m) {
+                 int64_t rotated_head, float scale, int m, int dependent) {
   extern __shared__ uint8_t raw[];
   const uint32_t base = (address(raw) + 1023) & ~1023u;
   uint8_t* const shared = raw + (base - address(raw));
@@ -43,7 +43,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int first = CHUNKS * blockIdx.z / gridDim.z, last = CHUNKS * (blockIdx.z + 1) / gridDim.z;
   const auto row_of = [&](int i) { return (blockIdx.y + i * gridDim.y) * ROWS; };
 
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  // Only where it was asked for: FlashMLA's decode is launched as a dependent of whatever stands
+  // before it and does not wait, so it would read queries that are not written yet.
+  if (dependent) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   if (threadIdx.x == THREADS - 32) {
     prefetch(&x_map);
     prefetch(&out_map);
@@ -177,7 +179,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // The next rows' first part of the weight may take the memory of these rows' last one.
     if (begin + TILES < tiles) asm volatile("bar.sync 3, 256;" ::: "memory");
   }
-  if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  // Written, not only read: nothing else makes them wait who begin when this kernel has ended.
+  if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // 0, or a cudaError_t, or 10000 plus a CUresult. Strides are in values. Thread blocks of one head:
@@ -199,5 +202,5 @@ extern "C" int absorb_query_launch(const void* x, int64_t x_row, int64_t x_head,
   return cudaLaunchKernelEx(&config, absorb_query, x_map, out_map,
                             static_cast<const uint8_t*>(weights), weight_scales,
                             static_cast<const __nv_bfloat16*>(rotated), rotated_row, rotated_head,
-                            scale, m);
+                            scale, m, dependent);
 }

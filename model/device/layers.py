@@ -185,7 +185,9 @@ class Layers:
         keys = torch.cat([up[..., : c.qk_nope_head_dim], rotated], dim=-1)
         values = up[..., c.qk_nope_head_dim :]
         scale = softmax_scale(c)
-        attended = ops.mla_prefill(query, keys, values, ragged.query_ends, ragged.key_ends, scale)
+        ends = ragged.query_ends, ragged.key_ends
+        planned = {} if ragged.plan is None else {"plan": ragged.plan}
+        attended = ops.mla_prefill(query, keys, values, *ends, scale, **planned)
         rows: Rows = ops.quantise_rows(attended.flatten(1))
         return rows
 
