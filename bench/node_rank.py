@@ -267,7 +267,7 @@ def run(asked: Asked) -> None:
     os.dup2(2, 1)
     status = 1
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             rank = Rank(asked, out)
             if rank.plan.moe:
                 rank.work()

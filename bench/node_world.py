@@ -50,7 +50,8 @@ class World:
         self.heap = NvshmemHeap.join(bytes.fromhex(asked.job), asked.rank, asked.ranks, self.device)
         self.nccl = dist.new_group(backend="nccl")
         self._groups: dict[int, Any] = {}
-        for tp in sorted({cell.tp for cell in grid(asked.ranks, asked.widths, asked.batches)}):
+        widths = {cell.tp for cell in grid(asked.ranks, asked.widths, asked.batches)}
+        for tp in sorted(widths - {1}):
             for first in range(0, asked.ranks, tp):
                 group = dist.new_group(list(range(first, first + tp)), backend="nccl")
                 if first <= asked.rank < first + tp:
@@ -73,7 +74,7 @@ class World:
 
     def together(self, tp: int) -> Callable[[Sum | Gather], Tensor]:
         """What a TP group does with its members' parts, in stream order."""
-        group = self._groups[tp]
+        group = self._groups.get(tp)
 
         def run(wanted: Sum | Gather) -> Tensor:
             part = wanted.part.contiguous()

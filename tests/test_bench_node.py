@@ -2,8 +2,10 @@
 
 import csv
 import importlib
+import io
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -197,9 +199,9 @@ def test_published_and_emulated_points_stand_beside(results):
     [
         (1, 1, 2),
         (2, 2, 2),
+        (4, 4, 1),
         pytest.param(2, 1, 3, marks=pytest.mark.full),
         pytest.param(4, 2, 3, marks=pytest.mark.full),
-        pytest.param(4, 4, 1, marks=pytest.mark.full),
     ],
 )
 def test_all_modes_give_what_layers_that_know_no_ranks_give(plan, dry, ranks, tp, batch):
@@ -210,7 +212,7 @@ def test_all_modes_give_what_layers_that_know_no_ranks_give(plan, dry, ranks, tp
 
 
 def test_modes_agree_where_experts_are_drawn_and_ranks_have_data_of_their_own(plan, dry):
-    node = dry.DryNode.make(2, plan.Cell(1, 2), dense=0, moe=2, even=True)
+    node = dry.DryNode.make(2, plan.Cell(1, 2), dense=0, moe=1, even=True)
     plain, early, split = (
         node.step(mode) for mode in ("no_overlap", "dispatch_overlap", "microbatch")
     )
@@ -269,3 +271,92 @@ def test_what_is_known_so_far_is_on_disk_with_what_stands_beside(plan, results, 
     assert saved["rows"] == [row]
     assert "not measured: the time is over" in capsys.readouterr().out
     assert report.take({"line": "done"})
+
+
+class LonelyWorld:
+    """One rank on the CPU in the place of `node_world.World`."""
+
+    def __init__(self, asked):
+        self.rank, self.ranks, self.nccl = asked.rank, asked.ranks, None
+        self.device, self.heap = torch.device("cpu"), in_process_heaps(1)[0]
+
+    def meet(self):
+        pass
+
+    def slowest(self, *values):
+        return list(values)
+
+    def least(self, value):
+        return value
+
+    def together(self, tp):
+        return lambda wanted: wanted.part
+
+
+class Graph:
+    def __init__(self, function):
+        self.kept = function()
+
+
+def test_a_rank_goes_through_its_grid_and_tells_all_there_is_to_tell(plan, dry, monkeypatch):
+    rank = importlib.import_module("node_rank")
+    world = importlib.import_module("node_world")
+    monkeypatch.setattr(rank, "World", LonelyWorld)
+    monkeypatch.setattr(rank, "captured", Graph)
+    monkeypatch.setattr(rank, "replay_times", lambda graph, repeats=1: [100.0] * repeats)
+    monkeypatch.setattr(rank, "timed", lambda jobs, rounds: [job() for job in jobs] and 3.0)
+    monkeypatch.setattr(rank, "full_width", lambda layers, experts: dry.tiny_config())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 10**9, 20 * 10**9))
+    monkeypatch.setattr(rank.Rank, "_exchange", lambda self, tokens: self.tell("exchange", row={}))
+    monkeypatch.setattr(rank.Rank, "_goes_on", lambda self, last: True)
+    asked = world.Asked(
+        0, 1, "", "", 0.0, 1, 8, (1,), (1, 2, 1 << 20), ("no_overlap", "microbatch"), True
+    )
+    out = io.StringIO()
+    rank.Rank(asked, out).work()
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    kinds = [line["line"] for line in lines]
+    assert kinds[0] == "plan"
+    assert kinds[-1] == "done"
+    assert kinds.count("skipped") == kinds.count("exchange") == 1
+    assert "does not fit" in next(one["why"] for one in lines if one["line"] == "skipped")
+    rows = [one["row"] for one in lines if one["line"] == "result"]
+    ran = {(row["batch"], row["mode"]) for row in rows}
+    assert ran == {(1, "no_overlap"), (2, "no_overlap"), (2, "microbatch")}
+    assert all(row["finite"] and 0.5 < row["hidden_rms"] < 10 for row in rows)
+    assert all(row["extrapolated"] for row in rows)
+    operations = [one for one in lines if one["line"] == "operations"]
+    assert len(operations) == 1
+    assert operations[0]["rows"][-1] == {"op": "sum of these", "us": 3.0 * 18}
+
+
+def _writes(*lines, then=""):
+    return [
+        sys.executable,
+        "-c",
+        f"import time\nfor line in {lines!r}: print(line, flush=True)\n{then}",
+    ]
+
+
+def test_ranks_are_read_until_the_first_one_ends(plan):
+    command = importlib.import_module("node_ep8")
+    commands = [_writes('{"line": "done"}'), _writes(then="time.sleep(600)")]
+    assert list(command.lines_of(commands, {}, time.time() + 60)) == [{"line": "done"}]
+
+
+@pytest.mark.parametrize(
+    ("commands", "limit", "message"),
+    [
+        (
+            [_writes(then="time.sleep(600)"), _writes(then="raise SystemExit(3)")],
+            60,
+            "rank 1 failed",
+        ),
+        ([_writes(then="raise SystemExit(3)")], 60, "rank 0 failed"),
+        ([_writes(then="time.sleep(600)")], 0, "in time"),
+    ],
+)
+def test_a_rank_that_fails_or_hangs_ends_all(plan, commands, limit, message):
+    command = importlib.import_module("node_ep8")
+    with pytest.raises(RuntimeError, match=message):
+        list(command.lines_of(commands, {}, time.time() + limit))
