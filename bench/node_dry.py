@@ -54,7 +54,7 @@ TINY: dict[str, Any] = {
     "topk_group": 1,
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 8192,
 }
 
 

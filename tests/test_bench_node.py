@@ -310,7 +310,7 @@ def test_a_rank_goes_through_its_grid_and_tells_all_there_is_to_tell(plan, dry, 
     monkeypatch.setattr(rank.Rank, "_exchange", lambda self, tokens: self.tell("exchange", row={}))
     monkeypatch.setattr(rank.Rank, "_goes_on", lambda self, last: True)
     asked = world.Asked(
-        0, 1, "", "", 0.0, 1, 8, (1,), (1, 2, 1 << 20), ("no_overlap", "microbatch"), True
+        0, 1, "", "", 0.0, 1, 8, (1,), (1, 2, 1 << 14), ("no_overlap", "microbatch"), True
     )
     out = io.StringIO()
     rank.Rank(asked, out).work()
@@ -327,7 +327,7 @@ def test_a_rank_goes_through_its_grid_and_tells_all_there_is_to_tell(plan, dry, 
     assert all(row["extrapolated"] for row in rows)
     operations = [one for one in lines if one["line"] == "operations"]
     assert len(operations) == 1
-    assert operations[0]["rows"][-1] == {"op": "sum of these", "us": 3.0 * 18}
+    assert operations[0]["rows"][-1] == {"op": "sum of these", "us": 3.0 * 17}
 
 
 def _writes(*lines, then=""):
