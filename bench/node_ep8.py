@@ -187,6 +187,7 @@ def measure(args: argparse.Namespace, gpus: int, began: float) -> int:
     """The command's work; its exit status."""
     from gpu_warm import compile_products
 
+    from pdmesh.kernels.dense import choose
     from pdmesh.kernels.symmetric import missing, new_job_id
 
     if problem := missing():
@@ -196,7 +197,13 @@ def measure(args: argparse.Namespace, gpus: int, began: float) -> int:
     if args.warm:
         cells = grid(gpus, args.tp, args.batches)[: args.warm]
         shapes = product_shapes(full_width(4, args.experts), cells, gpus)
-        compile_products([(e, m, n, k) for e, m, n, k in shapes], 12, limit_s=90.0)
+        jobs = [
+            (experts, m, n, k)
+            for experts, m, n, k in shapes
+            if experts or choose(m, n, k).backend == "deep_gemm"
+        ]
+        processes = max(4, min(32, (os.cpu_count() or 8) // 2))
+        compile_products(jobs, processes, limit_s=60.0)
         print(f"DeepGEMM's kernels compiled in {time.time() - began:.1f} s", flush=True)
     job, deadline = new_job_id().hex(), began + args.budget_s
     environment = {**os.environ, **NO_MULTICAST, "NVSHMEM_SYMMETRIC_SIZE": str(SYMMETRIC_BYTES)}
