@@ -197,9 +197,9 @@ def test_published_and_emulated_points_stand_beside(results):
 @pytest.mark.parametrize(
     ("ranks", "tp", "batch"),
     [
-        (1, 1, 2),
         (2, 2, 2),
-        (4, 4, 1),
+        pytest.param(1, 1, 2, marks=pytest.mark.full),
+        pytest.param(4, 4, 1, marks=pytest.mark.full),
         pytest.param(2, 1, 3, marks=pytest.mark.full),
         pytest.param(4, 2, 3, marks=pytest.mark.full),
     ],
