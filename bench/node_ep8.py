@@ -160,7 +160,8 @@ def lines_of(
             inbox.put(line)
         inbox.put(None)
 
-    threading.Thread(target=read, daemon=True).start()
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     try:
         while True:
             try:
@@ -181,6 +182,9 @@ def lines_of(
         for process in processes:
             process.kill()
             process.wait()
+        reader.join(5.0)
+        if processes[0].stdout is not None and not reader.is_alive():
+            processes[0].stdout.close()
 
 
 def measure(args: argparse.Namespace, gpus: int, began: float) -> int:
