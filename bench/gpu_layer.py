@@ -67,7 +67,6 @@ DENSE_ORDER = ["dense_up", "dense_act", "dense_down"]
 COPIES = ("dispatch", "combine_send")
 AIM = {"ep128": 900.0, "ep8": 1120.0, "tp8": math.nan}
 MODES = ("in_line", "side", "side_66", "dependent")
-SEED_H100 = {"qkv_a": "16.7", "routed_up": {"EP8": "555 (both)", "EP128": "270 (both, two halves)"}}
 
 
 def usable(step: Step) -> Callable[..., Any]:
