@@ -3,13 +3,15 @@
 --
 -- Keys, all with the hash tag {mesh:ctl}, so that they lie in one slot:
 --   1 meta    hash    inc (random, new after a loss of data), seq (last event), epoch (last given),
---                     layout, next (first slot never given)
---   2 leases  zset    worker -> end of its lease, ms of Redis' clock
+--                     layout, next (first slot never given), beat (last call seen, ms)
+--   2 leases  zset    worker -> end of its lease, ms of Redis' clock; later by what the store stood
+--                     still (see wake)
 --   3 roster  hash    worker -> "epoch:state:slot"
 --   4 events  stream  entry <seq>-0 for every change; capped
 --   5 dead    hash    slot -> last epoch of a worker that left; fenced by a router, then removed
 --   6 free    zset    slot -> when it was left
---   7 worker  hash    epoch, instance, state, slot, record; expires with the lease
+--   7 worker  hash    epoch, instance, state, slot, record; expires some time after the lease, which
+--                     decides
 --
 -- Every change checks the worker's epoch: a stale one changes nothing and is answered FENCED.
 -- A key that a call has emptied is not touched again by it, but after reap: in a slot that is moving
@@ -18,6 +20,8 @@
 local VERSION = '@VERSION@'
 local MAX_EVENTS = 20000
 local MAX_SLOTS = 65536
+local BEAT_MS = 100
+local STILL_MS = 500
 
 local function now_us()
   local time = redis.call('TIME')
@@ -46,16 +50,37 @@ local function emit(keys, ...)
   redis.call('XADD', keys[4], 'MAXLEN', '~', MAX_EVENTS, seq .. '-0', ...)
 end
 
+-- Between two calls at most STILL_MS of a lease pass: while the store stands still, or nobody reaches
+-- it, no worker can renew, and none is dead for that.
+local function wake(keys)
+  local now = now_ms()
+  local last = tonumber(redis.call('HGET', keys[1], 'beat') or '0')
+  local still = now - last - STILL_MS
+  if last > 0 and still > 0 then
+    local leases = redis.call('ZRANGE', keys[2], 0, -1, 'WITHSCORES')
+    for i = 1, #leases, 2 do
+      if tonumber(leases[i + 1]) > last then
+        redis.call('ZINCRBY', keys[2], text(still), leases[i])
+      end
+    end
+  end
+  if now < last or now >= last + BEAT_MS then
+    redis.call('HSET', keys[1], 'beat', text(now))
+  end
+end
+
 local function touch(keys, id, epoch, state, slot, ttl)
-  redis.call('PEXPIRE', keys[7], ttl)
+  redis.call('PEXPIRE', keys[7], text(4 * ttl))
   redis.call('ZADD', keys[2], text(now_ms() + ttl), id)
   redis.call('HSET', keys[3], id, epoch .. ':' .. state .. ':' .. slot)
 end
 
--- nil if the epoch is the worker's, else the answer to give.
-local function fenced(keys, epoch)
+-- nil if the epoch is the worker's and its lease has not been ended, else the answer to give.
+local function fenced(keys, id, epoch)
   local current = redis.call('HGET', keys[7], 'epoch')
-  if current == epoch and redis.call('HEXISTS', keys[1], 'inc') == 1 then
+  local known = redis.call('HEXISTS', keys[1], 'inc') == 1
+  if current == epoch and known and redis.call('HEXISTS', keys[3], id) == 1 then
+    wake(keys)
     return nil
   end
   return { 'FENCED', current or '0' }
@@ -93,6 +118,7 @@ end
 
 -- Ends the leases that are over.
 local function reap(keys)
+  wake(keys)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', keys[2], '-inf', text(now_ms()))) do
     local entry = redis.call('HGET', keys[3], id)
     if entry then
@@ -109,12 +135,12 @@ end
 -- Epochs rise for ever: above the floor, by one, and to the clock, so also across a loss of data.
 local function register(keys, args)
   local id, instance, record, ttl, state = args[1], args[2], args[3], args[4], args[5]
-  local holder = redis.call('HGET', keys[7], 'instance')
+  begin(keys, args[7], args[8])
+  reap(keys)
+  local holder = redis.call('HEXISTS', keys[3], id) == 1 and redis.call('HGET', keys[7], 'instance')
   if holder and holder ~= instance and args[6] ~= '1' then
     return { 'TAKEN', holder }
   end
-  begin(keys, args[7], args[8])
-  reap(keys)
   local slot = take_slot(keys, id)
   if not slot then return { 'FULL' } end
   redis.call('HDEL', keys[5], slot)
@@ -131,7 +157,7 @@ end
 
 -- ARGV: id, epoch, ttl_ms.
 local function renew(keys, args)
-  local refused = fenced(keys, args[2])
+  local refused = fenced(keys, args[1], args[2])
   if refused then return refused end
   local held = redis.call('HMGET', keys[7], 'state', 'slot')
   touch(keys, args[1], args[2], held[1], held[2], args[3])
@@ -140,7 +166,7 @@ end
 
 -- ARGV: id, epoch, ttl_ms, state.
 local function set_state(keys, args)
-  local refused = fenced(keys, args[2])
+  local refused = fenced(keys, args[1], args[2])
   if refused then return refused end
   local held = redis.call('HMGET', keys[7], 'state', 'slot')
   redis.call('HSET', keys[7], 'state', args[4])
@@ -153,7 +179,7 @@ end
 
 -- ARGV: id, epoch.
 local function deregister(keys, args)
-  local refused = fenced(keys, args[2])
+  local refused = fenced(keys, args[1], args[2])
   if refused then return refused end
   local slot = redis.call('HGET', keys[7], 'slot')
   redis.call('DEL', keys[7])

@@ -19,6 +19,8 @@ from pdmesh.simulation.partition import PartitionModel
 from pdmesh.wire.messages import WorkerRecord
 
 LAYOUT = Layout(4)
+_STILL_S = 0.5
+"""Of a lease, at most this passes between two calls."""
 
 
 @dataclass
@@ -49,6 +51,7 @@ class SimStore:
         self._dead: dict[int, int] = {}
         self._free: list[int] = []
         self._next = 0
+        self._beat = 0.0
         self._events: list[tuple[int, dict[bytes, bytes]]] = []
         self._parts = [PartitionModel() for _ in range(LAYOUT.partitions)]
 
@@ -87,6 +90,7 @@ class SimStore:
 
     def call(self, name: str, args: list[Any]) -> list[Any]:
         """One function, at once."""
+        self._wake()
         self._drop_ended()
         if name == "members":
             self._begin(args[0])
@@ -166,6 +170,13 @@ class SimStore:
         self._free.append(member.slot)
         self._dead[member.slot] = member.epoch
         self._emit(worker, "leave", member.epoch)
+
+    def _wake(self) -> None:
+        still = self.loop.time() - self._beat - _STILL_S
+        for member in self._members.values() if still > 0 else ():
+            if member.ends > self._beat:
+                member.ends += still
+        self._beat = self.loop.time()
 
     def _drop_ended(self) -> None:
         now = self.loop.time()

@@ -243,8 +243,7 @@ async def asked(stub, number, tenant):
 
 STORE_FAULTS = [
     KILL,
-    # Fails now and then: a router may find no worker ready just after the store goes on.
-    pytest.param(PAUSE, marks=pytest.mark.full),
+    PAUSE,
     pytest.param("wiped", marks=pytest.mark.full),
 ]
 

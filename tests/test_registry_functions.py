@@ -272,3 +272,57 @@ async def test_a_view_that_missed_trimmed_events_asks_for_a_snapshot(store):
     await store.execute("XTRIM", store.keys.events, "MAXLEN", 1)
     with pytest.raises(EventsMissing):
         await feed(store, view)
+
+
+async def stand_still(store: Store, seconds: float) -> None:
+    """As if nothing had been asked of the store for so long."""
+    meta, _, *_ = store.keys.shared
+    beat = float(await store.execute("HGET", meta, "beat"))
+    await store.execute("HSET", meta, "beat", f"{beat - seconds * 1000:.0f}")
+    for worker in await store.execute("ZRANGE", store.keys.shared[1], 0, -1):
+        await shorten(store, worker.decode(), seconds)
+
+
+async def shorten(store: Store, worker_id: str, seconds: float) -> None:
+    """As if a lease had been given so much earlier."""
+    await store.execute("ZINCRBY", store.keys.shared[1], int(-seconds * 1000), worker_id)
+
+
+async def test_a_lease_does_not_end_while_the_store_stands_still(store):
+    epochs = {name: (await register(store, name, ttl_ms=20_000))[1] for name in NAMES[:2]}
+    before = await store.roster()
+    await stand_still(store, 40)
+    assert await store.roster() == before
+    await stand_still(store, 40)
+    for name, epoch in epochs.items():
+        assert await store.call("renew", name, epoch, TTL_MS) == [b"OK"]
+    assert await store.roster() == before
+
+
+async def test_a_lease_that_ended_before_the_store_stood_still_is_over(store):
+    for name in NAMES[:2]:
+        await register(store, name, ttl_ms=20_000)
+    await shorten(store, "decode-0", 30)
+    await stand_still(store, 40)
+    assert list((await store.roster()).members) == ["prefill-0"]
+
+
+async def test_a_lease_ends_also_where_calls_are_far_apart(store):
+    await register(store, "decode-0", ttl_ms=20_000)
+    calls = 0
+    while (await store.roster()).members:
+        await stand_still(store, 4)
+        calls += 1
+        assert calls < 60
+    assert calls > 20_000 / 4_000  # only a part of each pause counts
+
+
+async def test_a_lease_that_was_ended_is_not_renewed_and_does_not_hold_the_name(store):
+    _, epoch = await register(store, "decode-0", "a")
+    await shorten(store, "decode-0", 2 * TTL_MS / 1000)
+    assert (await store.roster()).members == {}
+    assert await store.member("decode-0") is not None  # the record lies there a while
+    assert await store.call("renew", "decode-0", epoch, TTL_MS) == [b"FENCED", epoch]
+    status, later = await register(store, "decode-0", "b", takeover=0)
+    assert status == b"OK"
+    assert int(later) > int(epoch)
