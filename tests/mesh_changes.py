@@ -1,16 +1,18 @@
 """What tests do to a running mesh: the commands that change it, and signals to its processes."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import meshes
 
 from pdmesh.registry.roster import Member
 from pdmesh.registry.store import read_members
+from pdmesh.wire.admin import AnswerList, MoveOrder, MoveReport, RunningAnswer
 from pdmesh.wire.errors import PdmeshError
 from pdmesh.wire.handoff import DrainRequest
 from pdmesh.wire.messages import Empty, WorkerRecord, WorkerStatus
@@ -77,6 +79,39 @@ async def _call(mesh, name: str, method: str, request) -> WorkerStatus:
         return await client.unary(method, request, WorkerStatus, timeout=30)
     finally:
         await client.close()
+
+
+@asynccontextmanager
+async def admin(mesh):
+    """A client of the router's internal service, which has a new address after a restart.
+
+    A test that has something done to a running answer asks here: a command takes seconds to start
+    on a loaded machine, and the answer may be over by then.
+    """
+    info = json.loads((mesh.state_dir / "mesh.json").read_text())
+    client = Client(info["router_admin"], "router")
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def running_answer(router: Client, request_id: str, phase: str = "running") -> RunningAnswer:
+    """The request's answer, once it is in this phase."""
+    async with asyncio.timeout(90):
+        while True:
+            found = await router.unary("Answers", Empty(), AnswerList, timeout=30)
+            for answer in found.answers:
+                if (answer.request_id, answer.phase) == (request_id, phase):
+                    return answer
+            await asyncio.sleep(0.01)
+
+
+async def move(router: Client, request_id: str, target: str = "") -> MoveReport:
+    """Moves the request's answer; the last report."""
+    order = MoveOrder(request_id=request_id, target=target)
+    reports = router.stream("MigrateAnswer", order, MoveReport, timeout=120)
+    return [report async for report in reports][-1]
 
 
 async def until(condition, what: str, timeout: float = 120) -> None:

@@ -35,6 +35,8 @@ from pdmesh.model.weights import load_model
 
 PROMPT = list(range(300, 470))
 LENGTH = 120
+IN_THE_MIDDLE = ("Step.at", str(len(PROMPT) + 9))
+"""Where an answer to the prompt stands still until it moves."""
 _number = itertools.count()
 
 pytestmark = pytest.mark.timeout(600)
@@ -144,15 +146,17 @@ async def who(play, workers, at, place):
 async def test_an_answer_that_moves_survives_what_happens_to_a_process(play, want, whole, case):
     workers, place = MOVE_PLACES[case.place]
     name = new_id()
+    play.stage.hold(DECODE, *IN_THE_MIDDLE)
     async with (
         meshes.chat_stub(play.mesh.address) as stub,
         asking(stub, name) as (task, answer),
     ):
-        await meshes.first_token(task, answer)
         source = await play.holder(name)
         victim = {"source": source, "target": other(source), "router": "router"}[case.victim]
         play.stage.hold(workers, place)
-        async with play.moving(name):
+        async with play.moving(name) as move:
+            await play.begun([move])
+            play.stage.let(DECODE, "Step.at")
             await play.stage.reached(place)
             await play.hit(victim, case.action, play.stage.release)
             await judge(case, task, answer, want)
@@ -166,14 +170,17 @@ async def test_pages_that_are_lost_or_changed_on_their_way_are_sent_again(
     """Half of the bytes arrive, then a bit flips, or the connection ends, or it stands still."""
     name = new_id()
     async with meshes.chat_stub(play.mesh.address) as stub:
-        if not moving:
+        if moving:
+            play.stage.hold(DECODE, *IN_THE_MIDDLE)
+        else:
             play.stage.hold(DECODE, "wire", play.midway(what))
         async with asking(stub, name, LENGTH if moving else 12) as (task, answer):
             if moving:
-                await meshes.first_token(task, answer)
                 source = await play.holder(name)
                 play.stage.hold([other(source)], "wire", play.midway(what))
                 async with play.moving(name) as move:
+                    await play.begun([move])
+                    play.stage.let(DECODE, "Step.at")
                     await play.stage.reached("wire")
                     if what == "hold":
                         await asyncio.sleep(1)

@@ -13,7 +13,8 @@ import signal
 import meshes
 import pytest
 import torch
-from mesh_changes import pdmesh
+from mesh_changes import admin, move, pdmesh, running_answer
+from mesh_faults import busy
 
 from pdmesh.launch.topology import shipped_model
 from pdmesh.model.reference import generate_reference
@@ -112,19 +113,35 @@ async def test_tokens_are_those_of_one_process_cold_and_warm_alone_and_together(
 async def test_an_answer_that_moves_between_ranks_goes_on_to_the_last_bit(mesh, prompts, expected):
     if mesh.sizes["decode"] < 2:
         pytest.skip("one decode rank")
-    async with meshes.chat_stub(mesh.address) as stub:
-        fields = {"max_tokens": 200, "ignore_eos": True, "tenant": "moved"}
-        want = await meshes.ask(stub, prompts[3], **fields)
-        asking = meshes.asking(stub, prompts[3], request_id="moves", **fields)
-        async with asking as (task, answer):
-            await meshes.first_token(task, answer)
-            lines = await pdmesh(mesh, "answers")
-            here = next(w for line in lines for w in line.split() if w.startswith("decode-"))
-            there = next(f"decode-{n}" for n in range(2) if f"decode-{n}" != here)
-            await pdmesh(mesh, "migrate", "moves", "--to", there)
-            moved = await task
-    assert moved.token_ids == want.token_ids
-    assert moved.timing.migrations == 1
+    await moved_in_the_middle(mesh, prompts[3], ("decode-0", "decode-1"))
+
+
+LONG, FURTHER_TOKENS = 2000, 40
+"""An answer that is not over before it has moved, and how many tokens it is read on after that."""
+
+
+async def moved_in_the_middle(mesh, prompt, workers):
+    """Moves an answer once; what comes before and after is what one has that is left alone."""
+    fields = {"ignore_eos": True}
+    async with (
+        meshes.chat_stub(mesh.address) as stub,
+        admin(mesh) as router,
+        meshes.asking(
+            stub, prompt, request_id="moves", tenant="moved", max_tokens=LONG, **fields
+        ) as (task, moved),
+    ):
+        await meshes.first_token(task, moved)
+        here = (await running_answer(router, "moves")).worker_id
+        there = next(name for name in workers if name != here)
+        report = await move(router, "moves", there)
+        assert (report.state, report.source, report.target) == ("moved", here, there), report.reason
+        after = await running_answer(router, "moves")
+        assert (after.worker_id, after.migrations) == (there, 1)
+        await meshes.grown(task, moved, len(moved.token_ids) + FURTHER_TOKENS)
+        told = list(moved.token_ids)
+        task.cancel()
+        want = await meshes.ask(stub, prompt, tenant="left alone", max_tokens=len(told), **fields)
+    assert told == want.token_ids
 
 
 async def test_experts_are_placed_anew_while_answers_stream(mesh, prompts, expected):
@@ -148,7 +165,8 @@ async def test_a_killed_rank_costs_no_answer_and_comes_back(mesh, prompts, expec
     await together(mesh)
     before = await all_at_once(mesh, prompts, "before", max_tokens=60)
     asking = asyncio.ensure_future(all_at_once(mesh, prompts, "during", max_tokens=60))
-    await asyncio.sleep(0.3)
+    async with mesh.watch() as statuses:
+        await busy(statuses, *(s.worker_id for s in await statuses() if s.role == role))
     os.kill(mesh.pids()[f"{role}-1"], signal.SIGKILL)
     during = await asyncio.wait_for(asking, 240)
     assert [a.token_ids for a in during] == [a.token_ids for a in before]

@@ -100,7 +100,7 @@ async def test_killing_the_prefill_worker_costs_at_most_the_prompts_it_computes(
         ]
         await busy(statuses, "prefill-0")
         os.kill(old, signal.SIGKILL)
-        assert not [answer.token_ids for _, answer in waiting if answer.started.is_set()]
+        assert not [answer.token_ids for _, answer in waiting if answer.started]
         assert not streaming.done()
         assert (await streaming).token_ids == want
         assert streamed.timing.attempts == 1, "who is past prefill does not notice"

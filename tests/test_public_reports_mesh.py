@@ -328,6 +328,7 @@ async def test_an_answer_that_goes_on_elsewhere_brings_all_its_state_along(play,
         for k, kind in kinds.items()
     }
     await play.stage.reached("Stream.at")
+    play.stage.hold(DECODE, "Step.pace", "0.1")  # it does not come to its end before it moves
     await until(lambda: held_or_over(play, tasks, tenant, place), "all have come so far")
     held = await play.running()
     assert held or place == 1
@@ -338,7 +339,7 @@ async def test_an_answer_that_goes_on_elsewhere_brings_all_its_state_along(play,
     else:
         async with asyncio.TaskGroup() as group:
             moves = [group.create_task(play.move(name)) for name in list(held)[:MOST_MOVES]]
-            await asyncio.sleep(0.05)
+            await play.begun(moves)
             play.stage.release()
         ends = await asyncio.gather(*tasks.values())
         states = [move.result().state for move in moves]
