@@ -13,7 +13,8 @@ DECODE = ("decode-0", "decode-1")
 
 
 async def busy(statuses, *names, timeout=120):
-    """Waits until one of the workers has work; returns the name of the one with most."""
+    """Waits until one of the workers, or of those named, has work; returns the name of the one
+    with most."""
     async with asyncio.timeout(timeout):
         while True:
             most = max(await statuses(*names), key=lambda s: s.running + s.queued)

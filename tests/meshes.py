@@ -80,7 +80,7 @@ class Mesh:
         async with self.watch() as statuses:
             return await statuses()
 
-    async def problems(self, patience: float = 20) -> list[str]:
+    async def problems(self, patience: float = 90) -> list[str]:
         """What is not at rest: pages in use or quarantine, leases, failed integrity checks, a
         worker that is missing or in excess, anything in the store that belongs to a dead one.
 
@@ -301,7 +301,7 @@ async def grown(task: asyncio.Future, answer: Answer, count: int) -> None:
 async def ask(
     stub,
     prompt: list[int] | str,
-    timeout: float = 120,
+    timeout: float = 240,
     tenant: str = "",
     request_id: str = "",
     into: Answer | None = None,

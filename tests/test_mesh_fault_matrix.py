@@ -60,12 +60,12 @@ async def whole(play):
     """What was done to the mesh is over: it serves, and nothing stayed behind."""
     yield
     play.stage.release()
-    assert await play.mesh.problems(patience=120) == [], play.mesh.log()
+    assert await play.mesh.problems() == [], play.mesh.log()
     answer = await served(play)
     assert len(answer.token_ids) == 3
 
 
-async def served(play, timeout=90):
+async def served(play, timeout=180):
     async with asyncio.timeout(timeout):
         while True:
             try:
@@ -80,7 +80,6 @@ def asking(stub, request_id, max_tokens=LENGTH):
     return meshes.asking(
         stub,
         PROMPT,
-        timeout=120,
         max_tokens=max_tokens,
         ignore_eos=True,
         tenant=request_id,
@@ -230,7 +229,7 @@ async def test_every_failover_after_a_kill_is_right_to_the_last_bit(play, whole,
             for (_, answer), want in zip(mine, alone, strict=True):
                 assert seen(answer) == seen(want)
                 failovers += answer.timing.attempts - 1
-            assert await play.mesh.problems(patience=120) == [], play.mesh.log()
+            assert await play.mesh.problems() == [], play.mesh.log()
 
 
 def seen(answer):
@@ -240,7 +239,7 @@ def seen(answer):
 
 def lasting(stub, number, tenant):
     fields = {"max_tokens": 120, "ignore_eos": True, **SAMPLINGS[number]}
-    return meshes.asking(stub, PROMPT[number:], timeout=180, tenant=tenant, **fields)
+    return meshes.asking(stub, PROMPT[number:], tenant=tenant, **fields)
 
 
 async def asked(stub, number, tenant):

@@ -54,4 +54,4 @@ async def test_an_owner_that_was_just_killed_is_done_without(mesh):
     """The registry still names it (compare LMCache/LMCache#1814)."""
     async with meshes.chat_stub(mesh.address) as stub:
         assert await second_turn(mesh, stub, 2, kill=True) == 0
-    assert not await mesh.problems(patience=90)
+    assert not await mesh.problems()
