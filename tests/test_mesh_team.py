@@ -10,9 +10,9 @@ import signal
 import meshes
 import pytest
 import torch
-from mesh_changes import pdmesh
+from mesh_changes import moved_in_the_middle, pdmesh
 from mesh_faults import busy
-from test_mesh_parallel import all_at_once, model, moved_in_the_middle, prompts, together
+from test_mesh_parallel import all_at_once, model, prompts, together
 
 from pdmesh.model.reference import generate_reference
 
