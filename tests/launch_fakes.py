@@ -2,7 +2,7 @@
 
 A program: its arguments are those of ``pdmesh``. Variables: FAKE_CRASH names a process that ends
 with exit code 1 at once, FAKE_REFUSE one that finds its settings wrong; FAKE_BUSY names those that
-never finish their three answers.
+do not finish their three answers before there is a file "idle" in the runtime directory.
 """
 
 from __future__ import annotations
@@ -36,13 +36,17 @@ FORMAT = PageFormat("tiny", "w", "float32", 64, 7, 1, 576)
 log = logging.getLogger("fake")
 
 
+def told(what: str) -> bool:
+    """Whether the test has left a file of this name in the runtime directory."""
+    return (Path(os.environ.get("XDG_RUNTIME_DIR", "/")) / what).exists()
+
+
 def misbehave(name: str) -> None:
     if name == os.environ.get("FAKE_CRASH"):
         sys.stderr.write("RuntimeError: no memory left\n")
         sys.stderr.flush()
         os._exit(1)
-    told = Path(os.environ.get("XDG_RUNTIME_DIR", "/")) / "refuse"
-    later = name == os.environ.get("FAKE_REFUSE_LATER") and told.exists()
+    later = name == os.environ.get("FAKE_REFUSE_LATER") and told("refuse")
     if later or name == os.environ.get("FAKE_REFUSE"):
         raise ConfigError("config.json: scoring_func is 'tanh'; it must be sigmoid or softmax")
 
@@ -50,7 +54,10 @@ def misbehave(name: str) -> None:
 async def worker(role: str, topology: Topology, name: str, port: int) -> None:
     misbehave(name)
     instance, life = new_instance(), Life()
-    busy = name in os.environ.get("FAKE_BUSY", "").split()
+    named = name in os.environ.get("FAKE_BUSY", "").split()
+
+    def answers_left() -> int:
+        return 3 if named and not told("idle") else 0
 
     async def status(_: Empty) -> WorkerStatus:
         return WorkerStatus(
@@ -62,7 +69,7 @@ async def worker(role: str, topology: Topology, name: str, port: int) -> None:
             pool=PoolStatus(total=8, free=5, reserved=0, used=1, cached=2, quarantined=0),
             queued=0,
             running=1,
-            leases=3 if busy else 0,
+            leases=answers_left(),
             preempted=3,
             parked=2,
             moved_in=4,
@@ -99,7 +106,7 @@ async def worker(role: str, topology: Topology, name: str, port: int) -> None:
         lease,
         nothing,
         life,
-        Workload(lambda: counted(3 if busy else 0, "answer")),
+        Workload(lambda: counted(answers_left(), "answer")),
         topology.mesh.drain_s,
     )
 

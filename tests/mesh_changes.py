@@ -1,16 +1,20 @@
 """What tests do to a running mesh: the commands that change it, and signals to its processes."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 
 import meshes
 
+from pdmesh.launch.registry import check
 from pdmesh.registry.roster import Member
-from pdmesh.registry.store import read_members
+from pdmesh.registry.store import Store, read_members
+from pdmesh.wire.admin import AnswerList, MoveOrder, MoveReport, RunningAnswer
 from pdmesh.wire.errors import PdmeshError
 from pdmesh.wire.handoff import DrainRequest
 from pdmesh.wire.messages import Empty, WorkerRecord, WorkerStatus
@@ -79,7 +83,76 @@ async def _call(mesh, name: str, method: str, request) -> WorkerStatus:
         await client.close()
 
 
-async def until(condition, what: str, timeout: float = 120) -> None:
+@asynccontextmanager
+async def admin(mesh):
+    """A client of the router's internal service, which has a new address after a restart.
+
+    A test that has something done to a running answer asks here: a command takes seconds to start
+    on a loaded machine, and the answer may be over by then.
+    """
+    info = json.loads((mesh.state_dir / "mesh.json").read_text())
+    client = Client(info["router_admin"], "router")
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def running_answer(router: Client, request_id: str, phase: str = "running") -> RunningAnswer:
+    """The request's answer, once it is in this phase."""
+    async with asyncio.timeout(90):
+        while True:
+            found = await router.unary("Answers", Empty(), AnswerList, timeout=30)
+            for answer in found.answers:
+                if (answer.request_id, answer.phase) == (request_id, phase):
+                    return answer
+            await asyncio.sleep(0.01)
+
+
+async def move(router: Client, request_id: str, target: str = "") -> MoveReport:
+    """Moves the request's answer; the last report."""
+    order = MoveOrder(request_id=request_id, target=target)
+    reports = router.stream("MigrateAnswer", order, MoveReport, timeout=120)
+    return [report async for report in reports][-1]
+
+
+LONG, FURTHER_TOKENS = 2000, 40
+"""An answer that is not over before it has moved, and how many tokens it is read on after that."""
+
+
+async def moved_in_the_middle(mesh, prompt: list[int], workers: tuple[str, str]) -> None:
+    """Moves an answer once; what comes before and after is what one has that is left alone."""
+    fields = {"ignore_eos": True, "max_tokens": LONG}
+    asking = partial(meshes.asking, request_id="moves", tenant="moved", **fields)
+    async with meshes.chat_stub(mesh.address) as stub, admin(mesh) as router:
+        async with asking(stub, prompt) as (task, answer):
+            here = (await running_answer(router, "moves")).worker_id
+            there = next(name for name in workers if name != here)
+            report = await move(router, "moves", there)
+            found = (report.state, report.source, report.target)
+            assert found == ("moved", here, there), report.reason
+            after = await running_answer(router, "moves")
+            assert (after.worker_id, after.migrations) == (there, 1)
+            await meshes.grown(task, answer, len(answer.token_ids) + FURTHER_TOKENS)
+            told = list(answer.token_ids)
+        alone = {**fields, "max_tokens": len(told), "tenant": "left alone"}
+        assert told == (await meshes.ask(stub, prompt, **alone)).token_ids
+
+
+async def published(mesh) -> None:
+    """Waits until the store has the pages that the workers have."""
+    store = Store(mesh.info["redis_url"], mesh.info["name"])
+
+    async def equal() -> bool:
+        return (await check(store))[0]["ok"]
+
+    try:
+        await until(equal, "the store differs from the workers")
+    finally:
+        await store.close()
+
+
+async def until(condition, what: str, timeout: float = 240) -> None:
     """Waits until ``condition()`` is true; ``what`` says what is wrong if that never comes."""
     deadline = time.monotonic() + timeout
     while not await condition():
@@ -87,7 +160,7 @@ async def until(condition, what: str, timeout: float = 120) -> None:
         await asyncio.sleep(0.1)
 
 
-async def said(process, text: str, timeout: float = 60) -> str:
+async def said(process, text: str, timeout: float = 180) -> str:
     """Reads what a process prints up to a line with ``text``; returns it."""
     async with asyncio.timeout(timeout):
         while line := (await process.stdout.readline()).decode():

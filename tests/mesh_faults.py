@@ -12,8 +12,9 @@ from pdmesh.wire.errors import PdmeshError
 DECODE = ("decode-0", "decode-1")
 
 
-async def busy(statuses, *names, timeout=30):
-    """Waits until one of the workers has work; returns the name of the one with most."""
+async def busy(statuses, *names, timeout=120):
+    """Waits until one of the workers, or of those named, has work; returns the name of the one
+    with most."""
     async with asyncio.timeout(timeout):
         while True:
             most = max(await statuses(*names), key=lambda s: s.running + s.queued)
@@ -21,7 +22,7 @@ async def busy(statuses, *names, timeout=30):
                 return most.worker_id
 
 
-async def restarted(mesh, name, old, timeout=60):
+async def restarted(mesh, name, old, timeout=180):
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if mesh.pids().get(name) not in (old, None):
@@ -30,14 +31,14 @@ async def restarted(mesh, name, old, timeout=60):
     raise AssertionError(f"{name} was not restarted\n{mesh.log()}")
 
 
-async def ready_again(mesh, timeout=60):
+async def ready_again(mesh, timeout=180):
     """Waits until the router counts all workers, and only instances that answer."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         try:
             await mesh.statuses()
             async with meshes.chat_stub(mesh.address) as stub:
-                (card,) = (await stub.ListModels(chat_pb2.ListModelsRequest(), timeout=5)).models
+                (card,) = (await stub.ListModels(chat_pb2.ListModelsRequest(), timeout=30)).models
             if (card.prefill_workers, card.decode_workers) == (1, 2):
                 return
         except (grpc.aio.AioRpcError, PdmeshError, ValueError):

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import meshes
 import staged
 from checkpoints import random_checkpoint
+from mesh_changes import admin, move, running_answer
 
 from pdmesh.model.config import ModelConfig
-from pdmesh.wire.admin import AnswerList, MoveOrder, MoveReport
+from pdmesh.wire.admin import AnswerList, MoveReport
 from pdmesh.wire.errors import PdmeshError, WorkerLost
 from pdmesh.wire.ids import PAGE_SIZE
 from pdmesh.wire.messages import Empty
-from pdmesh.wire.rpc import Client
 
 DECODE = ("decode-0", "decode-1")
 PREFILL = ("prefill-0", "prefill-1")
@@ -94,39 +94,23 @@ class StagedMesh:
         layers = config.num_hidden_layers + config.num_nextn_predict_layers
         return f"{what} {layers * PAGE_SIZE * config.latent_width * 4 * 3 // 2}"
 
-    @property
-    def admin(self) -> str:
-        return json.loads((self.mesh.state_dir / "mesh.json").read_text())["router_admin"]
-
     @asynccontextmanager
-    async def router(self):
-        """A client of the router's internal service, which has a new address after a restart."""
-        client = await self._client()
-        try:
-            yield client
-        finally:
-            await client.close()
-
-    async def _client(self, timeout: float = 60) -> Client:
-        async with asyncio.timeout(timeout):
-            while True:
-                client = Client(self.admin, "router")
-                try:
-                    await client.unary("Answers", Empty(), AnswerList, timeout=10)
-                    return client
-                except WorkerLost:
-                    await client.close()
+    async def router(self, timeout: float = 90):
+        """A client of the router's internal service, once it answers."""
+        async with AsyncExitStack() as stack:
+            async with asyncio.timeout(timeout):
+                while True:
+                    client = await stack.enter_async_context(admin(self.mesh))
+                    with suppress(WorkerLost):
+                        await client.unary("Answers", Empty(), AnswerList, timeout=30)
+                        break
                     await asyncio.sleep(0.1)
+            yield client
 
-    async def holder(self, request_id: str, timeout: float = 90) -> str:
+    async def holder(self, request_id: str) -> str:
         """The decode worker that generates the request, once one does."""
-        async with self.router() as router, asyncio.timeout(timeout):
-            while True:
-                found = await router.unary("Answers", Empty(), AnswerList, timeout=10)
-                for answer in found.answers:
-                    if answer.request_id == request_id and answer.phase == "running":
-                        return answer.worker_id
-                await asyncio.sleep(0.01)
+        async with self.router() as router:
+            return (await running_answer(router, request_id)).worker_id
 
     async def running(self) -> dict[str, str]:
         """The decode worker of each request that has one."""
@@ -142,14 +126,19 @@ class StagedMesh:
 
     async def _answers(self):
         async with self.router() as router:
-            return (await router.unary("Answers", Empty(), AnswerList, timeout=10)).answers
+            return (await router.unary("Answers", Empty(), AnswerList, timeout=30)).answers
 
     async def move(self, request_id: str, target: str = "") -> MoveReport:
         """Moves the request's answers; the last report."""
-        order = MoveOrder(request_id=request_id, target=target)
         async with self.router() as router:
-            reports = router.stream("MigrateAnswer", order, MoveReport, timeout=120)
-            return [report async for report in reports][-1]
+            return await move(router, request_id, target)
+
+    async def begun(self, moves: Sequence[asyncio.Future]) -> None:
+        """Waits until the router has begun with one of these moves, or is through with it."""
+        while not any(m.done() for m in moves):
+            if any(a.phase in ("moving", "activating") for a in await self._answers()):
+                return
+            await asyncio.sleep(0.01)
 
     @asynccontextmanager
     async def moving(self, request_id: str, target: str = ""):

@@ -80,7 +80,7 @@ class Mesh:
         async with self.watch() as statuses:
             return await statuses()
 
-    async def problems(self, patience: float = 20) -> list[str]:
+    async def problems(self, patience: float = 90) -> list[str]:
         """What is not at rest: pages in use or quarantine, leases, failed integrity checks, a
         worker that is missing or in excess, anything in the store that belongs to a dead one.
 
@@ -254,8 +254,13 @@ class Answer:
     first_token_s: float = 0.0
     total_s: float = 0.0
     token_times: list[float] = field(default_factory=list)
-    started: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set with the first token."""
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with each message."""
+
+    @property
+    def started(self) -> bool:
+        """Whether a token has come."""
+        return bool(self.token_ids)
 
 
 @asynccontextmanager
@@ -278,18 +283,25 @@ async def asking(stub, prompt: list[int] | str, **rest):
 
 async def first_token(task: asyncio.Future, answer: Answer) -> None:
     """Waits for an answer's first token; raises what ends the answer before."""
-    begun = asyncio.ensure_future(answer.started.wait())
-    await asyncio.wait({task, begun}, return_when=asyncio.FIRST_COMPLETED)
-    if not answer.started.is_set():
-        begun.cancel()
-        await task
-        raise AssertionError("the answer ended without a token")
+    await grown(task, answer, 1)
+
+
+async def grown(task: asyncio.Future, answer: Answer, count: int) -> None:
+    """Waits until an answer has so many tokens; raises what ends the answer before."""
+    while len(answer.token_ids) < count:
+        answer.news.clear()
+        news = asyncio.ensure_future(answer.news.wait())
+        await asyncio.wait({task, news}, return_when=asyncio.FIRST_COMPLETED)
+        news.cancel()
+        if task.done() and len(answer.token_ids) < count:
+            await task
+            raise AssertionError(f"the answer ended with {len(answer.token_ids)} tokens")
 
 
 async def ask(
     stub,
     prompt: list[int] | str,
-    timeout: float = 120,
+    timeout: float = 240,
     tenant: str = "",
     request_id: str = "",
     into: Answer | None = None,
@@ -319,13 +331,12 @@ async def ask(
             answer.first_token_s = now
         answer.text += response.text
         answer.token_ids += response.token_ids
-        if answer.token_ids:
-            answer.started.set()
         answer.token_times += [now] * len(response.token_ids)
         answer.logprobs += response.logprobs
         if response.finish_reason:
             answer.finish = response.finish_reason
             answer.usage, answer.timing = response.usage, response.timing
+        answer.news.set()
         if leave_after is not None and len(answer.token_ids) >= leave_after:
             call.cancel()
             break

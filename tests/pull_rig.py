@@ -31,7 +31,7 @@ FORMAT = PageFormat(
 )
 ALWAYS = PullCosts(tokens=1.0, seconds=1e6)
 """Pulling is always worth its time."""
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 def chain(count, name=b"p"):

@@ -393,12 +393,12 @@ class Mesh:
     def workers(self) -> list[FakeWorker]:
         return [*self.prefill, *self.decode]
 
-    async def chat(self, request=None, timeout: float = 20, **sampling):
+    async def chat(self, request=None, timeout: float = 60, **sampling):
         """One whole answer."""
         request = request or ask(**sampling)
         return Answer([r async for r in self.stub.StreamChat(request, timeout=timeout)])
 
-    async def error(self, request, timeout: float = 20) -> grpc.aio.AioRpcError:
+    async def error(self, request, timeout: float = 60) -> grpc.aio.AioRpcError:
         """The error that a request ends with."""
         try:
             answer = await self.chat(request, timeout)
@@ -409,7 +409,7 @@ class Mesh:
     async def at_rest(self) -> None:
         """Waits until nothing is booked or leased; fails if that does not come."""
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await self.router.clients.background.finish()
                 while self.bookings() or any(w.leases for w in self.decode):
                     await asyncio.sleep(0.005)
@@ -507,7 +507,7 @@ async def mesh(
     channel = client_channel(router.address)
     running = Mesh(router, registry, prefills, decodes, channel)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while router.view.polled() < len(running.workers):
                 await asyncio.sleep(0.002)
         yield running

@@ -376,7 +376,7 @@ class MovingMesh:
             sampling["n"] = count
         request = fakes.ask(request_id=request_id, **sampling)
         answer = asyncio.create_task(self.mesh.chat(request))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             for _ in range(count):
                 await self.decode[0].paused.acquire()
             while len(await self.running(request_id)) < count:
@@ -392,7 +392,7 @@ class MovingMesh:
 
     async def move(self, request_id: str = "r", **order) -> list[MoveReport]:
         reports = self.admin.stream(
-            "MigrateAnswer", MoveOrder(request_id=request_id, **order), MoveReport, timeout=10
+            "MigrateAnswer", MoveOrder(request_id=request_id, **order), MoveReport, timeout=60
         )
         return [report async for report in reports]
 

@@ -94,7 +94,7 @@ async def whole_mesh(tmp_path, max_attempts=1, **options):
         await router.start()
         channel = fakes.client_channel(router.address)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while router.view.polled() < len(servers):
                     await asyncio.sleep(0.002)
             yield workers, fakes.chat_pb2_grpc.ChatServiceStub(channel)

@@ -7,6 +7,9 @@ The files of ``$PDMESH_STAGE/<worker>/`` are the stage directions; ``Stage`` wri
     <Method>.after    hold it when the handler is done, before its answer
     Stream.commit     hold an answer's stream before it asks the router to commit a move
     Stream.at         hold it before the first item at or after this output position (the text)
+    Step.at           hold all generation once a sequence has so many tokens (the text), its prompt
+                      included: no answer ends meanwhile, and the worker goes on talking
+    Step.pace         a step takes so many seconds (the text) more
     wire              the next lease goes through a proxy: "flip 5000", "cut 5000", "hold 5000":
                       at that byte towards the receiver
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import os
 import sys
 import time
@@ -50,7 +54,7 @@ class Stage:
             for name in (place, f"{place}.reached"):
                 (self.folder / worker / name).unlink(missing_ok=True)
 
-    async def reached(self, place: str, number: int = 1, timeout: float = 30) -> list[str]:
+    async def reached(self, place: str, number: int = 1, timeout: float = 120) -> list[str]:
         """The workers that stand still at the place, once there are so many."""
         async with asyncio.timeout(timeout):
             while len(found := list(self.folder.glob(f"*/{place}.reached"))) < number:
@@ -105,6 +109,23 @@ class Actor:
         if place <= 0:
             await self.at("Stream.at")
         yield item
+
+    def before_step(self, sequences) -> None:
+        """On the thread of the engine."""
+        held, reached = self._marks("Step.at")
+        if max(len(sequence.tokens) for sequence in sequences) >= self._number("Step.at"):
+            reached.touch()
+            while held.exists():
+                time.sleep(0.01)
+        pace = self._number("Step.pace")
+        time.sleep(pace if pace < math.inf else 0.0)
+
+    def _number(self, place: str) -> float:
+        """What a direction says; infinite where there is none."""
+        try:
+            return float((self._folder / place).read_text())
+        except (OSError, ValueError):
+            return math.inf
 
     def _proxied(self, lease):
         """The lease, by way of a proxy if the directions say so."""
@@ -184,6 +205,7 @@ def serve(arguments: list[str]) -> None:
         return
     import pdmesh.decode.server as decode
     import pdmesh.prefill.server as prefill
+    from pdmesh.decode.runner import DecodeRunner
 
     decode_config.DecodeConfig = functools.partial(decode_config.DecodeConfig, lease_idle_s=IDLE_S)
     folder = Path(os.environ[VARIABLE]) / arguments[arguments.index("--id") + 1]
@@ -194,6 +216,13 @@ def serve(arguments: list[str]) -> None:
         return host(binding, [actor.staged(method) for method in methods], *rest, **named)
 
     decode.host_worker = prefill.host_worker = host_staged
+    step = DecodeRunner._step
+
+    def staged_step(self, sequences):
+        actor.before_step(sequences)
+        return step(self, sequences)
+
+    DecodeRunner._step = staged_step
 
 
 def up() -> None:

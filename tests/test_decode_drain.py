@@ -69,7 +69,7 @@ async def test_a_reservation_that_pulls_when_the_drain_begins_is_granted_and_its
             await answer.run()
             assert answer.tokens == alone.tokens
             assert answer.decisions == ["committed to decode"]
-            await asyncio.wait_for(emptied, 30)
+            await asyncio.wait_for(emptied, 60)
             assert drain.left() == ""
 
 
@@ -88,7 +88,7 @@ async def test_an_answer_that_is_taken_over_is_unfinished_work_of_a_target_that_
             await running
             assert right(answer)
             assert answer.decisions == ["committed to decode1"]
-            await asyncio.wait_for(emptied, 30)
+            await asyncio.wait_for(emptied, 60)
         await mesh.rest()
 
 
@@ -100,6 +100,6 @@ async def test_a_handoff_that_is_given_up_leaves_a_draining_target_empty():
             assert drain.left() == "1 answer"
             answer.decide = True
             mesh.decodes[0].worker.migrations.lost(answer.sequence)
-            await asyncio.wait_for(emptied, 30)
+            await asyncio.wait_for(emptied, 60)
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

@@ -603,7 +603,7 @@ async def test_a_stopped_read_ends_at_once():
             reading = later(asyncio.to_thread(mesh.reader.reader.read, order, stop))
             stop.ask()
             with pytest.raises(TransferFailed, match="stopped"):
-                await asyncio.wait_for(reading, 5.0)
+                await asyncio.wait_for(reading, PATIENCE)
 
 
 async def test_a_dead_owner_is_a_failed_read():

@@ -65,7 +65,7 @@ def test_scaling_up_and_down_starts_the_next_names_and_stops_the_last(meshes):
 
 
 def test_a_worker_that_does_not_finish_is_ended_when_its_time_is_over(meshes):
-    meshes.ready("--drain-s", "1.5", FAKE_BUSY="decode-1")
+    meshes.ready("--drain-s", "3", FAKE_BUSY="decode-1")
     pid = meshes.info()["pids"]["decode-1"]
     done = meshes.run("scale", "decode=1")
     assert "decode-1 draining: 3 answers left" in done.stdout.splitlines()
@@ -75,7 +75,7 @@ def test_a_worker_that_does_not_finish_is_ended_when_its_time_is_over(meshes):
 
 
 def test_one_change_at_a_time_and_a_change_outlives_the_command_that_asked_for_it(meshes):
-    meshes.ready("--drain-s", "4", FAKE_BUSY="decode-1")
+    meshes.ready("--drain-s", "600", FAKE_BUSY="decode-1")
     pid = meshes.info()["pids"]["decode-1"]
     first = in_background(meshes, "scale", "decode=1")
     until(lambda: "event=draining" in log_of(meshes, "decode-1"), "it never drains")
@@ -85,9 +85,11 @@ def test_one_change_at_a_time_and_a_change_outlives_the_command_that_asked_for_i
         "pdmesh: another change is under way (scaling to decode=1); try again when it is over\n"
     )
     first.send_signal(signal.SIGINT)
-    out, _ = first.communicate(timeout=60)
+    out, _ = first.communicate(timeout=180)
     assert first.returncode == 130
     assert "the change goes on in the mesh: see pdmesh status" in out
+    assert alive(pid)
+    (meshes.folder / "idle").touch()
     until(lambda: not alive(pid), "the change was given up")
     until(lambda: "decode-1" not in meshes.info()["pids"], "still in mesh.json")
 
@@ -216,7 +218,7 @@ def test_a_worker_that_drains_is_shown_and_can_be_taken_back(meshes):
     rows = meshes.run("status").stdout.splitlines()[2:]
     assert [row.split()[:2] for row in rows][1] == ["decode-1", "draining"]
     draining.send_signal(signal.SIGINT)
-    out, _ = draining.communicate(timeout=60)
+    out, _ = draining.communicate(timeout=180)
     assert draining.returncode == 130
     assert out.splitlines()[0] == "draining: 3 answers left"
     assert "the worker goes on draining" in out
@@ -289,7 +291,7 @@ def test_a_worker_joins_a_mesh_of_this_machine_by_its_name(meshes):
     until(lambda: "decode-guest" in ready_workers(meshes.info()), "it does not join")
     assert "decode-guest" in meshes.run("restart", "decode-guest").stderr  # not ours to restart
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(60) == 0
+    assert worker.wait(180) == 0
     assert "decode-guest" not in ready_workers(meshes.info())
 
 
@@ -313,7 +315,7 @@ def test_a_worker_joins_by_the_routers_address_and_needs_the_secret(meshes):
     worker = join(meshes, "prefill", *ours, "--id", "prefill-guest")
     until(lambda: "prefill-guest" in ready_workers(info), "it does not join")
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(60) == 0
+    assert worker.wait(180) == 0
 
 
 def test_joining_what_is_not_there_is_one_sentence(meshes):
@@ -331,7 +333,7 @@ def test_joining_what_is_not_there_is_one_sentence(meshes):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is of Linux")
 def test_killing_up_in_the_middle_of_a_change_leaves_no_process(meshes):
-    up = meshes.ready("--drain-s", "60", FAKE_BUSY="decode-1")
+    up = meshes.ready("--drain-s", "600", FAKE_BUSY="decode-1")
     meshes.run("scale", "decode=3")
     change = in_background(meshes, "restart", "decode-1")
     until(lambda: "event=draining" in log_of(meshes, "decode-1"), "it never drains")
@@ -339,7 +341,7 @@ def test_killing_up_in_the_middle_of_a_change_leaves_no_process(meshes):
     up.kill()
     up.wait()
     for name, pid in pids.items():
-        until(lambda pid=pid: not alive(pid), f"{name} outlives the supervisor", 1500)
-    assert change.wait(60) == 1
+        until(lambda pid=pid: not alive(pid), f"{name} outlives the supervisor")
+    assert change.wait(180) == 1
     out, _ = change.communicate()
     assert "pdmesh: " in out.splitlines()[-1]

@@ -35,6 +35,8 @@ from pdmesh.model.weights import load_model
 
 PROMPT = list(range(300, 470))
 LENGTH = 120
+IN_THE_MIDDLE = ("Step.at", str(len(PROMPT) + 9))
+"""Where an answer to the prompt stands still until it moves."""
 _number = itertools.count()
 
 pytestmark = pytest.mark.timeout(600)
@@ -58,12 +60,12 @@ async def whole(play):
     """What was done to the mesh is over: it serves, and nothing stayed behind."""
     yield
     play.stage.release()
-    assert await play.mesh.problems(patience=120) == [], play.mesh.log()
+    assert await play.mesh.problems() == [], play.mesh.log()
     answer = await served(play)
     assert len(answer.token_ids) == 3
 
 
-async def served(play, timeout=90):
+async def served(play, timeout=180):
     async with asyncio.timeout(timeout):
         while True:
             try:
@@ -78,7 +80,6 @@ def asking(stub, request_id, max_tokens=LENGTH):
     return meshes.asking(
         stub,
         PROMPT,
-        timeout=120,
         max_tokens=max_tokens,
         ignore_eos=True,
         tenant=request_id,
@@ -144,15 +145,17 @@ async def who(play, workers, at, place):
 async def test_an_answer_that_moves_survives_what_happens_to_a_process(play, want, whole, case):
     workers, place = MOVE_PLACES[case.place]
     name = new_id()
+    play.stage.hold(DECODE, *IN_THE_MIDDLE)
     async with (
         meshes.chat_stub(play.mesh.address) as stub,
         asking(stub, name) as (task, answer),
     ):
-        await meshes.first_token(task, answer)
         source = await play.holder(name)
         victim = {"source": source, "target": other(source), "router": "router"}[case.victim]
         play.stage.hold(workers, place)
-        async with play.moving(name):
+        async with play.moving(name) as move:
+            await play.begun([move])
+            play.stage.let(DECODE, "Step.at")
             await play.stage.reached(place)
             await play.hit(victim, case.action, play.stage.release)
             await judge(case, task, answer, want)
@@ -166,14 +169,17 @@ async def test_pages_that_are_lost_or_changed_on_their_way_are_sent_again(
     """Half of the bytes arrive, then a bit flips, or the connection ends, or it stands still."""
     name = new_id()
     async with meshes.chat_stub(play.mesh.address) as stub:
-        if not moving:
+        if moving:
+            play.stage.hold(DECODE, *IN_THE_MIDDLE)
+        else:
             play.stage.hold(DECODE, "wire", play.midway(what))
         async with asking(stub, name, LENGTH if moving else 12) as (task, answer):
             if moving:
-                await meshes.first_token(task, answer)
                 source = await play.holder(name)
                 play.stage.hold([other(source)], "wire", play.midway(what))
                 async with play.moving(name) as move:
+                    await play.begun([move])
+                    play.stage.let(DECODE, "Step.at")
                     await play.stage.reached("wire")
                     if what == "hold":
                         await asyncio.sleep(1)
@@ -223,7 +229,7 @@ async def test_every_failover_after_a_kill_is_right_to_the_last_bit(play, whole,
             for (_, answer), want in zip(mine, alone, strict=True):
                 assert seen(answer) == seen(want)
                 failovers += answer.timing.attempts - 1
-            assert await play.mesh.problems(patience=120) == [], play.mesh.log()
+            assert await play.mesh.problems() == [], play.mesh.log()
 
 
 def seen(answer):
@@ -233,7 +239,7 @@ def seen(answer):
 
 def lasting(stub, number, tenant):
     fields = {"max_tokens": 120, "ignore_eos": True, **SAMPLINGS[number]}
-    return meshes.asking(stub, PROMPT[number:], timeout=180, tenant=tenant, **fields)
+    return meshes.asking(stub, PROMPT[number:], tenant=tenant, **fields)
 
 
 async def asked(stub, number, tenant):

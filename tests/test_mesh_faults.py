@@ -200,7 +200,7 @@ async def test_a_client_that_leaves_frees_both_sides(mesh, stub, tokens_seen):
         seen = 0
         while seen < tokens_seen:
             seen += len((await call.read()).token_ids)
-        await busy(statuses, *(DECODE if tokens_seen else ["prefill-0"]))
+        await busy(statuses)
         assert call.cancel(), "the answer was still on its way"
     assert await mesh.problems() == []
     assert await tokens_generated(mesh) - before < wanted // 2, "the work ended with the client"
@@ -227,7 +227,7 @@ async def test_killing_the_router_ends_its_streams_and_frees_their_pages(mesh):
     async with (
         meshes.chat_stub(mesh.address) as stub,
         mesh.watch() as statuses,
-        meshes.asking(stub, PROMPT, timeout=60, max_tokens=3000, ignore_eos=True) as (task, answer),
+        meshes.asking(stub, PROMPT, max_tokens=3000, ignore_eos=True) as (task, answer),
     ):
         await meshes.first_token(task, answer)
         await busy(statuses, *DECODE)
@@ -240,7 +240,7 @@ async def test_killing_the_router_ends_its_streams_and_frees_their_pages(mesh):
     assert await tokens_generated(mesh) - before < 1500, "the work ended with the router"
 
 
-async def served_again(mesh, timeout=60):
+async def served_again(mesh, timeout=180):
     """The first answer after the router was away."""
     async with asyncio.timeout(timeout):
         while True:
@@ -267,7 +267,7 @@ async def test_a_lost_store_fails_no_request(mesh):
     old = mesh.pids()["store"]
     async with (
         meshes.chat_stub(mesh.address) as stub,
-        meshes.asking(stub, PROMPT, timeout=90, max_tokens=300, ignore_eos=True) as (task, answer),
+        meshes.asking(stub, PROMPT, max_tokens=300, ignore_eos=True) as (task, answer),
     ):
         await meshes.first_token(task, answer)
         os.kill(old, signal.SIGKILL)
@@ -310,7 +310,7 @@ def test_killing_up_itself_leaves_no_process_behind():
         assert all(alive(pid) for pid in pids.values())
         own.process.kill()
         own.process.wait()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline and any(alive(pid) for pid in pids.values()):
             time.sleep(0.1)
         assert [name for name, pid in pids.items() if alive(pid)] == []

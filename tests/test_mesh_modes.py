@@ -168,7 +168,7 @@ async def test_status_and_metrics_tell_the_same_while_an_answer_runs(served):
     mesh = served.mesh
     async with (
         meshes.chat_stub(mesh.address) as stub,
-        meshes.asking(stub, [50, 51, 52], max_tokens=800, ignore_eos=True) as (task, answer),
+        meshes.asking(stub, [50, 51, 52], max_tokens=3000, ignore_eos=True) as (task, answer),
     ):
         await meshes.first_token(task, answer)
         _, decode = await scraped(mesh)

@@ -18,7 +18,7 @@ LONG = 40
 DECODE_PAGES = 8
 """1.3 times the six pages of a long request: up to 48 prompt tokens and 40 more."""
 SAMPLE, ALL = 120, 1000
-SLACK_S = 2.0
+SLACK_S = 30.0
 """What calls between processes add on a busy machine."""
 
 

@@ -65,7 +65,7 @@ async def test_killing_a_decode_worker_while_it_streams_costs_no_token(mesh, mod
         statuses = await stack.enter_async_context(mesh.watch())
         streams = [
             await stack.enter_async_context(
-                meshes.asking(stub, prompt, timeout=90, max_tokens=150, ignore_eos=True)
+                meshes.asking(stub, prompt, max_tokens=150, ignore_eos=True)
             )
             for prompt in prompts
         ]
@@ -89,18 +89,18 @@ async def test_killing_the_prefill_worker_costs_at_most_the_prompts_it_computes(
         stub = await stack.enter_async_context(meshes.chat_stub(mesh.address))
         statuses = await stack.enter_async_context(mesh.watch())
         streaming, streamed = await stack.enter_async_context(
-            meshes.asking(stub, PROMPT, timeout=90, max_tokens=200, ignore_eos=True)
+            meshes.asking(stub, PROMPT, max_tokens=200, ignore_eos=True)
         )
         await meshes.first_token(streaming, streamed)
         waiting = [
             await stack.enter_async_context(
-                meshes.asking(stub, prompt, timeout=90, max_tokens=2, ignore_eos=True)
+                meshes.asking(stub, prompt, max_tokens=2, ignore_eos=True)
             )
             for prompt in prompts
         ]
         await busy(statuses, "prefill-0")
         os.kill(old, signal.SIGKILL)
-        assert not [answer.token_ids for _, answer in waiting if answer.started.is_set()]
+        assert not [answer.token_ids for _, answer in waiting if answer.started]
         assert not streaming.done()
         assert (await streaming).token_ids == want
         assert streamed.timing.attempts == 1, "who is past prefill does not notice"

@@ -10,7 +10,8 @@ import signal
 import meshes
 import pytest
 import torch
-from mesh_changes import pdmesh
+from mesh_changes import moved_in_the_middle, pdmesh
+from mesh_faults import busy
 from test_mesh_parallel import all_at_once, model, prompts, together
 
 from pdmesh.model.reference import generate_reference
@@ -78,19 +79,7 @@ async def test_tokens_are_those_of_one_process_and_only_those_that_lead_have_req
 
 async def test_an_answer_that_moves_takes_its_pages_to_other_followers(mesh, prompts):
     large(mesh)
-    async with meshes.chat_stub(mesh.address) as stub:
-        fields = {"max_tokens": 200, "ignore_eos": True, "tenant": "moved"}
-        want = await meshes.ask(stub, prompts[3], **fields)
-        asking = meshes.asking(stub, prompts[3], request_id="moves", **fields)
-        async with asking as (task, answer):
-            await meshes.first_token(task, answer)
-            lines = await pdmesh(mesh, "answers")
-            here = next(w for line in lines for w in line.split() if w.startswith("decode-"))
-            there = "decode-2" if here == "decode-0" else "decode-0"
-            await pdmesh(mesh, "migrate", "moves", "--to", there)
-            moved = await task
-    assert moved.token_ids == want.token_ids
-    assert moved.timing.migrations == 1
+    await moved_in_the_middle(mesh, prompts[3], ("decode-0", "decode-2"))
 
 
 @pytest.mark.parametrize("victim", ["decode-1", "decode-2", "prefill-1"])
@@ -98,15 +87,16 @@ async def test_a_killed_rank_costs_no_answer_and_comes_back(mesh, prompts, expec
     if victim != "decode-1":
         large(mesh)
     await all_share(mesh)
-    asking = asyncio.ensure_future(asked(mesh, prompts, f"during {victim}"))
-    await asyncio.sleep(0.3)
+    async with mesh.watch() as statuses:
+        asking = asyncio.ensure_future(asked(mesh, prompts, f"during {victim}"))
+        await busy(statuses)
     os.kill(mesh.pids()[victim], signal.SIGKILL)
     answers = await asyncio.wait_for(asking, 240)
     assert [answer.token_ids for answer in answers] == expected
     await all_share(mesh)
     answers = await asked(mesh, prompts, f"after {victim}")
     assert [answer.token_ids for answer in answers] == expected
-    assert await mesh.problems(patience=60) == []
+    assert await mesh.problems() == []
 
 
 async def test_a_follower_that_stands_still_is_done_without(mesh, prompts, expected):
@@ -120,7 +110,7 @@ async def test_a_follower_that_stands_still_is_done_without(mesh, prompts, expec
         os.kill(stopped, signal.SIGCONT)
     assert [answer.token_ids for answer in answers] == expected
     await all_share(mesh)
-    assert await mesh.problems(patience=60) == []
+    assert await mesh.problems() == []
 
 
 async def test_a_rolling_restart_renews_followers_too(mesh, prompts, expected):
@@ -136,4 +126,4 @@ async def test_a_rolling_restart_renews_followers_too(mesh, prompts, expected):
     await all_share(mesh)
     answers = await asked(mesh, prompts, "new")
     assert [answer.token_ids for answer in answers] == expected
-    assert await mesh.problems(patience=60) == []
+    assert await mesh.problems() == []

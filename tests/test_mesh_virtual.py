@@ -11,9 +11,9 @@ import meshes
 import pytest
 import torch
 from checkpoints import random_checkpoint
+from mesh_changes import admin, move, running_answer
 from parallel_rig import WIDE
 from test_mesh_migration import verified
-from test_mesh_transports import moved_once
 
 from pdmesh.launch.topology import shipped_model
 from pdmesh.model.reference import generate_reference
@@ -79,10 +79,10 @@ async def test_an_answer_that_moves_between_two_such_workers_goes_on_to_the_last
         alone = asyncio.ensure_future(meshes.ask(stub, prompts[3], tenant="alone", **fields))
         asking = meshes.asking(stub, prompts[3], request_id="moves", tenant="moved", **fields)
         async with asking as (task, answer):
-            await meshes.first_token(task, answer)
-            while len(answer.token_ids) < 3:  # it runs
-                await asyncio.sleep(0.01)
-            assert await moved_once(mesh, "moves") == "moved"
+            async with admin(mesh) as router:
+                await running_answer(router, "moves")
+                report = await move(router, "moves")
+            assert report.state == "moved", report.reason
             await task
         left_alone = await alone
     assert answer.timing.migrations == 1

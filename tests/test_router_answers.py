@@ -123,7 +123,7 @@ async def test_an_answer_that_ends_early_gives_its_lease_back_while_others_go_on
         worker = mesh.decode[0]
         reached = worker.wait_in("Token")
         chat = asyncio.create_task(mesh.chat(max_tokens=LENGTH, n=2))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await reached.wait()
             while not worker.released or mesh.router.view.in_flight(worker.instance) == 2:
                 await asyncio.sleep(0.005)
@@ -180,7 +180,7 @@ async def test_an_answer_that_fails_goes_on_alone(tmp_path, index, position, err
         first, second = mesh.decode
         mesh.router.view.add(second.instance, "decode", 20, 0)
         chat = asyncio.create_task(mesh.chat(max_tokens=LENGTH, n=3, seed=4))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while index in first.fail_answer:
                 await asyncio.sleep(0)
         second.fail_answer = {}
@@ -296,7 +296,7 @@ async def test_leaving_at_any_stage_frees_every_lease(tmp_path, stage, how):
         call = mesh.stub.StreamChat(
             fakes.ask(max_tokens=LENGTH, n=3), timeout=0.5 if how == "deadline" else 60
         )
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await reached.wait()
             if how == "cancel":
                 call.cancel()
@@ -328,7 +328,7 @@ async def test_cancelling_while_one_answer_goes_on_alone_frees_every_lease(tmp_p
             worker.fail_answer = {1: (2, LeaseGone("x"))}
         reached = mesh.prefill[0].reached.setdefault("Prefill", asyncio.Event())
         call = mesh.stub.StreamChat(fakes.ask(max_tokens=3000, n=3), timeout=60)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await call.read()
             reached.clear()
             mesh.prefill[0].hold["Prefill"] = asyncio.Event()

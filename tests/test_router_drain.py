@@ -19,7 +19,7 @@ SOON = 0.02
 
 
 async def whole(answer):
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         got = await answer
     assert got.ids == STORY
     assert got.text == TOKENIZER.decode(STORY)
@@ -57,7 +57,7 @@ async def test_every_answer_of_a_worker_that_drains_moves_away(tmp_path, how):
 async def test_a_worker_that_drains_gets_nothing_new(tmp_path):
     async with moving_mesh(tmp_path, poll_interval=SOON, pause_at=None) as moving:
         say_draining(moving, "status")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(moving.mesh.router.view.ready("decode")) > 1:
                 await asyncio.sleep(SOON)
         moving.forget_load()
@@ -71,11 +71,11 @@ async def test_an_answer_that_waits_for_its_prompt_moves_when_it_streams(tmp_pat
         prefill = moving.mesh.prefill[0]
         reached = prefill.wait_in("Prefill")
         answer = asyncio.create_task(moving.mesh.chat(max_tokens=len(STORY)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await reached.wait()
         say_draining(moving, "status")
         polls = moving.decode[0].polls
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while moving.decode[0].polls < polls + 3:
                 await asyncio.sleep(SOON)
         assert not moving.decode[0].seen(MigrateRequest)
@@ -117,7 +117,7 @@ async def test_without_a_target_an_answer_ends_where_it_is(tmp_path, caplog):
         answer = await moving.start()
         say_draining(moving, "status")
         polls = moving.decode[0].polls
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while moving.decode[0].polls < polls + 10:
                 await asyncio.sleep(SOON)
         moving.decode[0].go.set()
@@ -137,7 +137,7 @@ async def test_a_target_that_disappears_is_given_up(tmp_path):
         answer = await moving.start()
         source.asleep = asyncio.Event()
         moves = asyncio.create_task(moving.move(target="decode-1"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not source.seen(MigrateRequest):
                 await asyncio.sleep(SOON)
         moving.mesh.registry.lost.append(moving.decode[1].instance)
@@ -257,7 +257,7 @@ async def test_a_worker_that_is_slow_but_answers_is_not_left(tmp_path):
     async with moving_mesh(tmp_path, silence_s=0.1) as moving:
         answer = await moving.start()
         polls = moving.decode[0].polls
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while moving.decode[0].polls < polls + 4:
                 await asyncio.sleep(0.01)
         moving.decode[0].go.set()
@@ -274,7 +274,7 @@ async def test_a_worker_that_falls_silent_in_a_handoff_is_left(tmp_path, sleeper
         answer = await moving.start()
         moving.forget_load()
         moves = asyncio.create_task(moving.move(target="decode-1"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await reached.wait()
         moving.decode[sleeper].asleep = asyncio.Event()
         source.go.set()  # the answer may come back to it
@@ -351,7 +351,7 @@ async def test_a_failover_names_who_has_the_pages_of_prompt_and_answer(tmp_path)
         moving.mesh.registry.owned_prefixes = lambda hashes: {keeper.worker_id: len(hashes)}
         moving.prefer(1, load=200)
         await moving.move()
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             got = await answer
         assert got.ids == long
         (again,) = moving.decode[1].seen(ReserveRequest)

@@ -59,11 +59,11 @@ async def scenario(path, plans, n, moves, leave_after, drain):
         request = fakes.ask(request_id="r", max_tokens=len(STORY), n=n)
         call = moving.mesh.stub.StreamChat(request, timeout=30)
         reading = asyncio.create_task(read(call, got, leave_after))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not got and not reading.done():
                 await asyncio.sleep(0.002)
         mover = asyncio.create_task(keep_moving(moving, moves))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             outcome = await reading
             await mover
         for index, ids in got.items():

@@ -231,7 +231,7 @@ async def test_concurrent_requests_spread_over_equal_workers_before_any_poll(tmp
         for worker in mesh.prefill:
             worker.wait_in("Prefill")
         chats = asyncio.gather(*(mesh.chat(max_tokens=9) for _ in range(16)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while sum(len(w.requests) for w in mesh.prefill) < 16:
                 await asyncio.sleep(0.01)
         for worker in mesh.prefill:
@@ -255,7 +255,7 @@ async def test_load_that_others_put_on_a_worker_is_seen_by_polling(tmp_path):
     async with fakes.mesh(tmp_path, prefill=2, decode=1) as mesh:
         mesh.prefill[0].queued = 5
         seen = mesh.prefill[0].polls
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while mesh.prefill[0].polls < seen + 2:
                 await asyncio.sleep(0.01)
         for _ in range(5):
@@ -270,7 +270,7 @@ async def test_our_own_requests_in_a_polled_load_are_not_counted_twice(tmp_path)
         await reached.wait()
         worker.queued = 3  # ours and two of another router
         seen = worker.polls
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while worker.polls < seen + 2:
                 await asyncio.sleep(0.01)
         (candidate,) = view.snapshot(PromptHashes(b"k" * 32, "", [1])).prefill
@@ -282,7 +282,7 @@ async def test_our_own_requests_in_a_polled_load_are_not_counted_twice(tmp_path)
 async def test_a_draining_worker_gets_no_new_requests(tmp_path):
     async with fakes.mesh(tmp_path) as mesh:
         mesh.decode[0].state = "draining"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(mesh.router.view.ready("decode")) == 2:
                 await asyncio.sleep(0.01)
         for _ in range(5):

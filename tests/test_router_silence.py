@@ -67,7 +67,7 @@ async def test_a_worker_that_answers_may_take_its_time():
     worker = Worker(True, True, True)
     watched = worker.watched()
     waiting = asyncio.create_task(watched.next())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(worker.asked) < 3:
             await asyncio.sleep(0.005)
     worker.sent.put_nowait("late")
@@ -111,7 +111,7 @@ async def test_the_first_item_is_asked_for_before_anybody_waits():
     watched = worker.watched(limit=60)
     worker.sent.put_nowait("early")
     watched.open()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not worker.sent.empty():
             await asyncio.sleep(0)
     assert await watched.next() == "early"

@@ -101,7 +101,7 @@ class RawClient:
         for i in range(count):
             self.writer.write(frame(PING, i.to_bytes(8)))
         acknowledged = 0
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while acknowledged < count:
                 kind, flags, _ = await self.read_frame()
                 acknowledged += kind == PING and flags == 1
@@ -130,7 +130,7 @@ async def test_a_client_that_pings_often_during_a_silent_stream_gets_its_answer(
         await client.ping(100)
         mesh.prefill[0].hold["Prefill"].set()
         data = b""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while b"length" not in data:
                 kind, _, payload = await client.read_frame()
                 data += payload if kind == DATA else b""
@@ -268,7 +268,7 @@ async def test_health_follows_the_workers(tmp_path):
 
 
 async def becomes(stub, request, status):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await stub.Check(request)).status != status:
             await asyncio.sleep(0.01)
 
@@ -324,7 +324,7 @@ async def test_what_the_router_has_not_read_of_a_stream_stays_at_the_worker():
     )
     stream = decode.stream(request, 60)
     assert (await anext(stream)).position == 1
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         before = -1
         while worker.streamed != before:
             before = worker.streamed
@@ -391,7 +391,7 @@ def test_a_wrong_checkpoint_directory_or_secret_is_said_in_one_sentence(tmp_path
 async def test_a_router_starts_without_its_store_and_says_that_no_worker_is_ready(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     serving = asyncio.create_task(serve_router(config(tmp_path)))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not (ready := [r for r in caplog.records if r.getMessage() == "ready"]):
             await asyncio.sleep(0.02)
     channel = fakes.client_channel(ready[0].fields["address"])

@@ -361,7 +361,7 @@ async def test_a_client_may_bound_what_is_sent_ahead_of_its_reading():
     client = Client(address, "test", ahead=512)
     stream = client.stream("Endless", Empty(), TokenChunk)
     assert (await anext(stream)).position == 0
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         before = -1
         while sent != before:
             before = sent

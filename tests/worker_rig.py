@@ -55,7 +55,7 @@ from pdmesh.wire.sampling import SamplingParams
 
 PAGE = 64
 SECRET = b"k" * 32
-PATIENCE = 30.0
+PATIENCE = 60.0
 """Seconds after which a test gives up; never reached when all is well."""
 LISTENERS = {"tcp": TcpListener, "shm": ShmListener, "nixl": NixlListener}
 MODEL = tiny_model()
