@@ -176,6 +176,7 @@ here.mkdir(exist_ok=True)
 (here / me).touch()
 while len(sys.argv) > 2 and not (here / sys.argv[2]).exists():
     time.sleep(0.01)
+time.sleep(float(sys.argv[3]) if len(sys.argv) > 3 else 0)
 print(began, time.monotonic())
 """
 
@@ -184,7 +185,7 @@ def test_checks_run_beside_each_other_and_a_timing_alone(tmp_path):
     jobs = [
         Job(name, ("{python}", "-P", "-c", MEETING, str(tmp_path / "here"), *other), kind, 1)
         for name, kind, *other in (
-            ("a", "check", "b"),
+            ("a", "check", "b", "1"),  # long enough for what must not begin beside it
             ("b", "check", "a"),
             ("t", "timing"),
             ("c", "check"),
