@@ -69,8 +69,9 @@ __device__ __forceinline__ void multiply(float (&d)[{count}], unsigned long long
 def unit(name: str, columns: int, kind: str, constants: Mapping[str, int]) -> str:
     """A whole translation unit: constants, common parts, `multiply`, and the source `name`.cu."""
     defines = "".join(f"#define {key} {value}\n" for key, value in constants.items())
-    parts = [defines, (SOURCES / "common.cuh").read_text(), instruction(columns, kind)]
-    return "\n".join([*parts, (SOURCES / f"{name}.cu").read_text()])
+    device, common, own = (SOURCES / n for n in ("device.cuh", "common.cuh", f"{name}.cu"))
+    parts = [defines, device.read_text(), instruction(columns, kind)]
+    return "\n".join([*parts, common.read_text(), own.read_text()])
 
 
 def build(text: str, folder: Path, compiler: str) -> Path:

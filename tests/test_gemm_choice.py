@@ -151,10 +151,10 @@ def compiler(tmp_path, body: str) -> str:
 def test_an_absorbed_query_lets_the_next_kernel_begin_early_only_if_asked():
     """FlashMLA's decode comes next, is launched as a dependent, and waits for nothing."""
     lines = [line.strip() for line in cuda_absorbed.source("absorb_query").splitlines()]
-    early = [line for line in lines if "launch_dependents;" in line]
+    early = [line for line in lines if line.endswith("let_next_begin();")]
     assert early
     assert all(line.startswith("if (dependent) ") for line in early)
-    assert "cp.async.bulk.wait_group 0;" in [line for line in lines if "wait_group" in line][-1]
+    assert [line for line in lines if "wait_stores" in line][-1].endswith("wait_stores();")
 
 
 def test_a_tile_is_compiled_once_and_another_apart(tmp_path):

@@ -19,14 +19,6 @@ constexpr int SHARED_BYTES = BARRIERS_AT + 2 * TILES * 8 + 1024;
 constexpr int THREADS = 288;
 static_assert(SHARED_BYTES <= 227 * 1024, "what a multiprocessor has");
 
-__device__ __forceinline__ void store(const CUtensorMap* map, int column, int head, int row,
-                                      uint32_t from) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];\n"
-      "cp.async.bulk.commit_group;" ::"l"(map), "r"(column), "r"(head), "r"(row), "r"(from)
-      : "memory");
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     absorb_query(const __grid_constant__ CUtensorMap x_map,
                  const __grid_constant__ CUtensorMap out_map, const uint8_t* __restrict__ weights,
@@ -45,26 +37,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   // Only where it was asked for: FlashMLA's decode is launched as a dependent of whatever stands
   // before it and does not wait, so it would read queries that are not written yet.
-  if (dependent) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (dependent) let_next_begin();
   if (threadIdx.x == THREADS - 32) {
     prefetch(&x_map);
     prefetch(&out_map);
     for (int s = 0; s < TILES; ++s) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + s * 8) : "memory");
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 8;" ::"r"(empty + s * 8) : "memory");
+      barrier_init(full + s * 8, 1);
+      barrier_init(empty + s * 8, 8);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_ready();
   }
   __syncthreads();
 
   if (warp == 8) {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_for_ahead();
     if (lane == 0) {
       for (int i = 0; i < tiles; ++i) {
         const int s = i % TILES;
         if (i >= TILES) wait(empty + s * 8, (i / TILES - 1) & 1);
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + s * 8),
-                     "r"(TILE_BYTES) : "memory");
+        expect(full + s * 8, TILE_BYTES);
         for (int p = 0; p < 2; ++p)
           load_head(base + s * TILE_BYTES + p * PANEL_BYTES, &x_map, p * 64, head, row_of(i),
                     full + s * 8);
@@ -88,16 +79,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   int stored = 0;
   // A buffer whose last result has been read by the copy engine.
   const auto buffer = [&]() {
-    if (thread == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(BUFFERS - 1) : "memory");
+    if (thread == 0) wait_stores_read<BUFFERS - 1>();
     half_sync(half);
     return mine + stored++ % BUFFERS * PANEL_BYTES;
   };
   const auto send = [&](const uint8_t* from, int column, int i) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    proxy_fence();
     half_sync(half);
-    if (thread == 0) store(&out_map, column, head, row_of(i), address(from));
+    if (thread == 0) store_head(&out_map, column, head, row_of(i), address(from));
   };
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_ahead();
   for (int begin = 0; begin < tiles; begin += TILES) {
     const int count = min(TILES, tiles - begin);
     if (first == 0) {
@@ -139,7 +130,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int index = turn * 256 + threadIdx.x;
         keep_widened(narrow[turn], panels, CHUNK, index / (K / 16), index % (K / 16) * 16);
       }
-      asm volatile("fence.proxy.async.shared::cta;\nbar.sync 3, 256;" ::: "memory");
+      proxy_fence();
+      meet<3>(256);
       if (chunk + 1 < last)
         fetch(chunk + 1);
       else
@@ -153,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const uint64_t a = descriptor(base + s * TILE_BYTES);
         float product[32];
         pin(product);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        products_begin();
 #pragma unroll
         for (int step = 0; step < 8; ++step)
           multiply(product, a + (step / 4 * PANEL_BYTES >> 4) + step % 4 * 2,
@@ -173,14 +165,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncwarp();
     if (lane < count)
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty +
-                                                                     (begin + lane) % TILES * 8)
-                   : "memory");
+      arrive(empty + (begin + lane) % TILES * 8);
     // The next rows' first part of the weight may take the memory of these rows' last one.
-    if (begin + TILES < tiles) asm volatile("bar.sync 3, 256;" ::: "memory");
+    if (begin + TILES < tiles) meet<3>(256);
   }
   // Written, not only read: nothing else makes them wait who begin when this kernel has ended.
-  if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  if (thread == 0) wait_stores();
 }
 
 // 0, or a cudaError_t, or 10000 plus a CUresult. Strides are in values. Thread blocks of one head:

@@ -30,32 +30,6 @@ constexpr int THREADS = 288;
 static_assert(BLOCK_N % 8 == 0 && BLOCK_N <= 128 + 8 && W_BYTES % 1024 == 0, "swizzled rows");
 static_assert(SHARED_BYTES <= 227 * 1024 && CLUSTER <= 8, "what a multiprocessor has");
 
-__device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, int inner, int outer,
-                                     uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map), "r"(inner), "r"(outer), "r"(barrier)
-      : "memory");
-}
-
-__device__ __forceinline__ void load_weight(uint32_t to, const CUtensorMap* map, int inner,
-                                            int outer, uint32_t barrier, uint16_t members,
-                                            uint64_t policy) {
-  if (PAIR > 1) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
-        "l"(map), "r"(inner), "r"(outer), "r"(barrier), "h"(members), "l"(policy)
-        : "memory");
-  } else {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(inner),
-        "r"(outer), "r"(barrier), "l"(policy)
-        : "memory");
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fp8_gemm(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
              const __grid_constant__ CUtensorMap scale_map, const float* __restrict__ w_scales,
@@ -77,21 +51,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int steps = (k + GROUP - 1) / GROUP;
   const int first = steps * part / SPLIT, count = steps * (part + 1) / SPLIT - first;
 
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  let_next_begin();
   if (threadIdx.x == THREADS - 32) {
     prefetch(&w_map);
     prefetch(&x_map);
     prefetch(&scale_map);
     for (int s = 0; s < STAGES; ++s) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + s * 8) : "memory");
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + s * 8), "r"(8 * PAIR)
-                   : "memory");
+      barrier_init(full + s * 8, 1);
+      barrier_init(empty + s * 8, 8 * PAIR);
     }
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(summed) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(summed),
-                 "r"(BLOCK_M * BLOCK_N * 4)
-                 : "memory");
+    barrier_init(summed, 1);
+    barriers_ready();
+    expect(summed, BLOCK_M * BLOCK_N * 4);
   }
   __syncthreads();
   if (CLUSTER > 1) cluster_arrive();
@@ -102,17 +73,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       // Weights that pass by once need not be kept by the L2 cache: evict first, else normally.
       const uint64_t policy = groups_m == 1 ? 0x12F0000000000000ull : 0x1000000000000000ull;
       const uint16_t members = ((1 << PAIR) - 1) << (part * PAIR);
-      const auto expect = [&](int turn) {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                         full + turn % STAGES * 8),
-                     "r"(row_bytes + W_BYTES)
-                     : "memory");
-      };
-      const auto weights = [&](int turn, int tile, int i) {
+            const auto weights = [&](int turn, int tile, int i) {
         const int s = turn % STAGES;
-        if (PAIR == 1 || turn % PAIR == member)
-          load_weight(base + s * STAGE_BYTES + X_BYTES, &w_map, (first + i) * GROUP,
-                      column_of(tile), full + s * 8, members, policy);
+        const uint32_t to = base + s * STAGE_BYTES + X_BYTES, barrier = full + s * 8;
+        const int inner = (first + i) * GROUP, outer = column_of(tile);
+        if (PAIR == 1)
+          load(to, &w_map, inner, outer, barrier, policy);
+        else if (turn % PAIR == member)
+          load_to_all(to, &w_map, inner, outer, barrier, members, policy);
       };
       const auto rows = [&](int turn, int tile, int i) {
         const int s = turn % STAGES, row0 = row_of(tile);
@@ -122,16 +90,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       int tile = blockIdx.x / CLUSTER, turn = 0;
       const int ahead = min(count, STAGES);
       for (; turn < ahead; ++turn) {
-        expect(turn);
+        expect(full + turn % STAGES * 8, row_bytes + W_BYTES);
         weights(turn, tile, turn);
       }
       // x is the output of the kernel before; the weights are not.
-      asm volatile("griddepcontrol.wait;" ::: "memory");
+      wait_for_ahead();
       for (int i = 0; i < ahead; ++i) rows(i, tile, i);
       for (int i = ahead; tile < tiles; tile += apart, i = 0) {
         for (; i < count; ++i, ++turn) {
           if (turn >= STAGES) wait(empty + turn % STAGES * 8, (turn / STAGES - 1) & 1);
-          expect(turn);
+          expect(full + turn % STAGES * 8, row_bytes + W_BYTES);
           weights(turn, tile, i);
           rows(turn, tile, i);
         }
@@ -148,12 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // The products have been waited for: nothing is left that a wider release would have to order.
   const auto release = [&](uint32_t barrier) {
     __syncwarp();
-    if (PAIR > 1 && lane < PAIR)
-      asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
-                       of_rank(barrier, part * PAIR + lane))
-                   : "memory");
-    if (PAIR == 1 && lane == 0)
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+    if (PAIR > 1 && lane < PAIR) arrive_at(of_rank(barrier, part * PAIR + lane));
+    if (PAIR == 1 && lane == 0) arrive(barrier);
   };
   int turn = 0;
   for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += apart) {
@@ -185,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const uint64_t a = descriptor(base + s * STAGE_BYTES + half * 64 * GROUP);
       const uint64_t b = descriptor(base + s * STAGE_BYTES + X_BYTES);
       pin(product);
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      products_begin();
 #pragma unroll
       for (int part32 = 0; part32 < 4; ++part32)
         multiply(product, a + 2 * part32, b + 2 * part32, part32 > 0);
@@ -208,17 +172,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const uint32_t barrier = of_rank(summed, rank_to);
       const int at = (part * PART_ROWS + row - to * PART_ROWS) * SUM_PITCH + lane % 4 * 2;
       const uint32_t upper = of_rank(base + OUT_AT + at * 4, rank_to);
-      const auto push = [&](uint32_t address, float a, float b) {
-        asm volatile(
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
-                "r"(address),
-            "f"(a), "f"(b), "r"(barrier)
-            : "memory");
-      };
 #pragma unroll
       for (int j = 0; j < BLOCK_N / 8; ++j) {
-        push(upper + j * 32, sums[4 * j], sums[4 * j + 1]);
-        push(upper + j * 32 + 8 * SUM_PITCH * 4, sums[4 * j + 2], sums[4 * j + 3]);
+        push(upper + j * 32, sums[4 * j], sums[4 * j + 1], barrier);
+        push(upper + j * 32 + 8 * SUM_PITCH * 4, sums[4 * j + 2], sums[4 * j + 3], barrier);
       }
       wait_cluster(summed, 0);
       const float* const shares = reinterpret_cast<const float*>(shared + OUT_AT);

@@ -35,7 +35,8 @@ __device__ __forceinline__ void keep_weight(const uint8_t* weight, uint8_t* shar
       keep_widened(loaded[turn], shared, N, index / CHUNKS, index % CHUNKS * 16);
     }
   }
-  asm volatile("fence.proxy.async.shared::cta;\nbar.sync 3, 256;" ::: "memory");
+  proxy_fence();
+  meet<3>(256);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -49,27 +50,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int head = blockIdx.x, tiles = (m + ROWS - 1) / ROWS;
 
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  let_next_begin();
   if (threadIdx.x == THREADS - 32) {
     prefetch(&x_map);
     for (int s = 0; s < SLOTS; ++s) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + s * 8) : "memory");
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" ::"r"(empty + s * 8) : "memory");
+      barrier_init(full + s * 8, 1);
+      barrier_init(empty + s * 8, 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_ready();
   }
   __syncthreads();
 
   if (warp == 8) {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_for_ahead();
     if (lane == 0) {
       int turn = 0;
       for (int tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
         for (int part = 0; part < TILE_SLOTS; ++part, ++turn) {
           const int s = turn % SLOTS;
           if (turn >= SLOTS) wait(empty + s * 8, (turn / SLOTS - 1) & 1);
-          asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + s * 8),
-                       "r"(PANEL_BYTES) : "memory");
+          expect(full + s * 8, PANEL_BYTES);
           load_head(base + RING_AT + s * PANEL_BYTES, &x_map, part * PANEL, head, tile * ROWS,
                     full + s * 8);
         }
@@ -82,13 +82,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   float factors[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) factors[i] = weight_scales[head * 4 + i] * 1.0f;
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_ahead();
   const int half = warp / 4, row = warp % 4 * 16 + lane / 4, thread = threadIdx.x % 128;
   uint8_t* const mine = shared + OUT_AT + half * OUT_BYTES;
   const auto release = [&](int s) {
     __syncwarp();
-    if (lane == 0)
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + s * 8) : "memory");
+    if (lane == 0) arrive(empty + s * 8);
   };
   int number = half;
   for (int tile = blockIdx.y + half * gridDim.y; tile < tiles; tile += 2 * gridDim.y, number += 2) {
@@ -104,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         wait(full + s * 8, turn / SLOTS & 1);
         const uint64_t a = descriptor(base + RING_AT + s * PANEL_BYTES);
         const uint64_t b = descriptor(base + (block * 2 + p) * N * 128);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        products_begin();
 #pragma unroll
         for (int step = 0; step < 4; ++step)
           multiply(product, a + step * 2, b + step * 2, p + step > 0);
