@@ -16,8 +16,7 @@
 #define __grid_constant__
 #define threadIdx (cpu::me->thread)
 #define blockIdx (cpu::me->block->index)
-#define gridDim (cpu::grid)
-#define blockDim (cpu::block_size)
+inline dim3 &gridDim = cpu::grid, &blockDim = cpu::block_size;
 
 using std::max;
 using std::min;
@@ -307,6 +306,8 @@ extern "C" void cpu_late(void* at, size_t bytes) {
   uint8_t* const to = static_cast<uint8_t*>(at);
   cpu::late.push_back({to, {to, to + bytes}});
 }
+
+extern "C" void cpu_forget() { cpu::late.clear(); }
 
 inline CUresult encode_here(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
                             const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
