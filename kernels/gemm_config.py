@@ -33,19 +33,25 @@ class SplitConfig(NamedTuple):
 
 
 class ClusterTile(NamedTuple):
-    """How `cuda_gemm` cuts a product: tiles of 128 rows.
+    """How `cuda_gemm` cuts a product: tiles of 128 rows, or of 64.
 
     Attributes:
-        block_n: columns, a multiple of 8 up to 136.
+        block_n: columns, a multiple of 8 up to 136, or 144 or 160.
         split: thread blocks that share the sum, 1, 2, 4 or 8.
         pair: 2 if two tiles of rows share the weight that is read, else 1.
-        stages: steps of 128 values in flight.
+        stages: steps of 128 values in flight. If there are more than have room beside the sums
+            (`cluster_stages`), a cluster waits until all are through before its sums take their
+            memory.
+        short: tiles of 64 rows, whose steps the two warpgroups share: a split of 2 or 4, no pair.
+        ahead: the L2 cache is asked for all weights at the start.
     """
 
     block_n: int
     split: int
     pair: int
     stages: int = 4
+    short: bool = False
+    ahead: bool = False
 
 
 SPLITS: dict[tuple[int, int], dict[int, SplitConfig]] = {
@@ -149,6 +155,12 @@ def cluster_stages(block_n: int, split: int) -> int:
     """Steps in flight that shared memory has room for, beside a tile's result."""
     sums = 128 * (block_n + 8) * (4 if split > 1 else 2)
     return min(_MOST_STAGES, (_SHARED_BYTES - sums) // ((128 + block_n) * BLOCK + 512))
+
+
+def most_stages(block_n: int, short: bool = False) -> int:
+    """Steps in flight where sums take their memory."""
+    rows = 64 if short else 128
+    return min(_MOST_STAGES, _SHARED_BYTES // ((rows + block_n) * BLOCK + 4 * rows))
 
 
 def cluster_tile(m: int, n: int, k: int) -> ClusterTile:

@@ -44,6 +44,11 @@ TILES = [
     (ClusterTile(72, 2, 2, 3), 200, 304, 1104),
     (ClusterTile(136, 4, 1, 2), 100, 400, 1104),
     (ClusterTile(128, 1, 2, 3), 150, 520, 400),
+    (ClusterTile(144, 4, 1, 6), 130, 600, 1664),
+    (ClusterTile(160, 4, 2, 6, ahead=True), 250, 648, 1024),
+    (ClusterTile(160, 8, 1, 6), 90, 640, 1168),
+    (ClusterTile(72, 4, 1, 8, short=True, ahead=True), 64, 296, 1680),
+    (ClusterTile(136, 2, 1, 2, short=True), 70, 272, 640),
 ]
 
 

@@ -136,6 +136,13 @@ __device__ __forceinline__ void load_to_all(uint32_t to, const CUtensorMap* map,
       : "memory");
 }
 
+// Into the L2 cache.
+__device__ __forceinline__ void prefetch_tile(const CUtensorMap* map, int inner, int outer) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
+               "r"(inner), "r"(outer)
+               : "memory");
+}
+
 __device__ __forceinline__ void store_head(const CUtensorMap* map, int column, int head, int row,
                                            uint32_t from) {
   asm volatile(
@@ -157,6 +164,17 @@ __device__ __forceinline__ void wait_stores() {
 // What ordinary stores wrote is seen by the copy engine and the products.
 __device__ __forceinline__ void proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// By all threads of a warpgroup; what it gives another one may take.
+template <int LEFT>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LEFT));
+}
+
+template <int MOST>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MOST));
 }
 
 template <int BARRIER>

@@ -132,6 +132,7 @@ inline uint32_t of_rank(uint32_t local, uint32_t rank) { return (local & 0xFFFFF
 
 inline void cluster_arrive() {
   cpu::me->cluster_generation = cpu::cluster_generation;
+  cpu::me->at_cluster = true;
   ++cpu::cluster_arrived, ++cpu::progress;
   cpu::cluster_advance();
 }
@@ -140,8 +141,6 @@ inline void cluster_wait() {
   const int mine = cpu::me->cluster_generation;
   cpu::until([&] { return cpu::cluster_generation != mine; });
 }
-
-inline void cluster_publish() { cluster_arrive(); }
 
 inline void barrier_init(uint32_t barrier, int arrivals) {
   cpu::me->block->barriers[barrier] = {arrivals, arrivals, 0, 0};
@@ -249,6 +248,10 @@ void wait_stores_read() {
 
 inline void wait_stores() { wait_stores_read<0>(); }
 
+template <int>
+void give_registers() {}
+template <int>
+void take_registers() {}
 inline void proxy_fence() {}
 inline void products_begin() {}
 

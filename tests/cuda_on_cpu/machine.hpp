@@ -53,6 +53,7 @@ struct Fibre {
   std::vector<Product> products;
   std::vector<std::shared_ptr<bool>> stores;
   int cluster_generation = 0;
+  bool at_cluster = false;  // has arrived in that generation
 };
 
 struct Late {
@@ -110,6 +111,7 @@ inline void cluster_advance() {
 [[noreturn]] inline void enter() {
   body();
   me->done = true;
+  if (me->at_cluster && me->cluster_generation == cluster_generation) --cluster_arrived;
   --alive, ++progress;
   cluster_advance();
   for (;;) yield();
