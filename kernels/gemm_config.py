@@ -42,7 +42,8 @@ class ClusterTile(NamedTuple):
         stages: steps of 128 values in flight. If there are more than have room beside the sums
             (`cluster_stages`), a cluster waits until all are through before its sums take their
             memory.
-        short: tiles of 64 rows, whose steps the two warpgroups share: a split of 2 or 4, no pair.
+        short: tiles of 64 rows, whose steps the two warpgroups share: a split of 2 or 4, no pair,
+            an even number of stages.
         ahead: the L2 cache is asked for all weights at the start.
     """
 
@@ -160,7 +161,8 @@ def cluster_stages(block_n: int, split: int) -> int:
 def most_stages(block_n: int, short: bool = False) -> int:
     """Steps in flight where sums take their memory."""
     rows = 64 if short else 128
-    return min(_MOST_STAGES, _SHARED_BYTES // ((rows + block_n) * BLOCK + 4 * rows))
+    stages = min(_MOST_STAGES, _SHARED_BYTES // ((rows + block_n) * BLOCK + 4 * rows))
+    return stages - stages % 2 if short else stages
 
 
 def cluster_tile(m: int, n: int, k: int) -> ClusterTile:

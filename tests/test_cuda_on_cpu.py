@@ -64,17 +64,27 @@ def test_a_product_in_clusters_is_that_of_float64(on_cpu, tile, m, n, k):  # noq
     assert error(got, exact) < 3e-3
 
 
-@pytest.mark.parametrize(("m", "heads"), [(1, 1), (130, 2)])
-def test_absorbed_products_are_those_of_float64(on_cpu, m, heads):  # noqa: F811
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("m", "heads", "blocks"), [(1, 1, 2), (330, 1, 1), (130, 2, 8)])
+def test_absorbed_products_are_those_of_float64(
+    on_cpu, monkeypatch, m, heads, blocks, whole  # noqa: F811
+):
+    monkeypatch.setattr(cuda_absorbed, "PROCESSORS", blocks)
     draw = torch.Generator().manual_seed(m)
-    whole = torch.randn(m, heads, 192, generator=draw).bfloat16()
+    both = torch.randn(m, heads, 192, generator=draw).bfloat16()
     latent = torch.randn(m, heads, 512, generator=draw).bfloat16()
     up, down = weight(draw, heads, 512, 128), weight(draw, heads, 128, 512)
     out = torch.full((m, heads, 576), torch.nan, dtype=torch.bfloat16)
-    query = cuda_absorbed.absorb_query(whole[..., :128], up, whole[..., 128:], 0.1, out=out)
-    exact = torch.einsum("mhd,hrd->mhr", whole[..., :128].double(), wide(*up, 128)) * 0.1
-    assert error(query[..., :512], exact) < 3e-3
-    assert error(query[..., 512:], whole[..., 128:].double() * 0.1) < 3e-3
-    values = cuda_absorbed.project_values_quantise(latent, down)
-    exact = torch.einsum("mhr,hvr->mhv", latent.double(), wide(*down, 128))
-    assert error(dequantise_rows(values), exact.flatten(1)) < 4e-2
+    rounded = torch.einsum("mhd,hrd->mhr", both[..., :128].double(), wide(*up, 128)) * 0.1
+    exact = torch.cat([rounded, both[..., 128:].double() * 0.1], dim=-1)
+    seen = torch.einsum("mhr,hvr->mhv", latent.double(), wide(*down, 128))
+    for name in ("absorb_query", "project_values"):
+        cuda_absorbed._launcher(name, whole)
+    late(on_cpu[0], both)
+    late(on_cpu[1], latent)
+    given = (both[..., :128], up, both[..., 128:])
+    query = cuda_absorbed.absorb_query(*given, 0.1, out=out, early=True, whole=whole)
+    assert error(query[..., :512], exact[..., :512]) < 3e-3
+    assert error(query[..., 512:], exact[..., 512:]) < 3e-3
+    values = cuda_absorbed.project_values_quantise(latent, down, whole=whole)
+    assert error(dequantise_rows(values), seen.flatten(1)) < 4e-2

@@ -143,6 +143,14 @@ __device__ __forceinline__ void prefetch_tile(const CUtensorMap* map, int inner,
                : "memory");
 }
 
+// So many bytes as they lie, all three in 16s.
+__device__ __forceinline__ void load_bytes(uint32_t to, const void* from, uint32_t bytes,
+                                           uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void store_head(const CUtensorMap* map, int column, int head, int row,
                                            uint32_t from) {
   asm volatile(

@@ -42,6 +42,7 @@ static_assert(BLOCK_N <= 128 + (BLOCK_N & -BLOCK_N), "a tile lies in two blocks 
 static_assert(SHARED_BYTES <= 227 * 1024 && CLUSTER <= 8, "what a multiprocessor has");
 static_assert(!OVER || OUT_BYTES <= STAGES_BYTES, "sums in the place of steps");
 static_assert(!SHORT || (SPLIT > 1 && SPLIT <= 4 && PAIR == 1), "16 rows of a warp, one adder");
+static_assert(!SHORT || STAGES % 2 == 0, "a warpgroup sees all that passes its stages");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fp8_gemm(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
