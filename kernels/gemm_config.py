@@ -124,6 +124,46 @@ CLUSTERS: dict[tuple[int, int], dict[int, ClusterTile]] = {
 """The same for `cuda_gemm`."""
 
 
+UNTIMED: dict[tuple[int, int], dict[int, tuple[ClusterTile, ...]]] = {
+    (2112, 7168): {
+        64: (
+            ClusterTile(72, 4, 1, 8, short=True),
+            ClusterTile(72, 4, 1, 8, short=True, ahead=True),
+            ClusterTile(136, 4, 1, 8, short=True, ahead=True),
+        ),
+        128: (
+            ClusterTile(72, 4, 1, 7, ahead=True),
+            ClusterTile(160, 8, 1, 6),
+            ClusterTile(160, 8, 1, 6, ahead=True),
+        ),
+        256: (
+            ClusterTile(144, 4, 1, 6),
+            ClusterTile(160, 4, 2, 6),
+            ClusterTile(160, 4, 2, 6, ahead=True),
+        ),
+    },
+    (4096, 7168): {
+        64: (ClusterTile(144, 4, 1, 6, short=True, ahead=True),),
+        128: (ClusterTile(144, 4, 1, 6, ahead=True),),
+        256: (ClusterTile(160, 2, 2, 6), ClusterTile(160, 2, 2, 6, ahead=True)),
+    },
+    (7168, 2048): {
+        64: (ClusterTile(112, 2, 1, 8, short=True, ahead=True),),
+        128: (ClusterTile(112, 2, 1, 5, ahead=True),),
+        256: (ClusterTile(144, 1, 2, 5, ahead=True),),
+    },
+}
+"""Tiles that have not run on a device yet: the benches try them beside `CLUSTERS`."""
+
+
+def untimed(m: int, n: int, k: int) -> tuple[ClusterTile, ...]:
+    """Tiles of a shape whose times are not known."""
+    for rows, tiles in UNTIMED.get((n, k), {}).items():
+        if m <= rows:
+            return tiles
+    return ()
+
+
 def split_config(m: int, n: int, k: int) -> SplitConfig:
     """The tile that was measured to be fastest, or the rule's."""
     for rows, config in SPLITS.get((n, k), {}).items():

@@ -1,12 +1,16 @@
-"""The text of the CUDA kernels, run on a CPU against float64: indices, swizzles, barriers, order."""
+"""The text of the CUDA kernels, run on a CPU against float64."""
 
+import cuda_on_cpu
 import pytest
 import torch
-from cuda_on_cpu import late, on_cpu  # noqa: F401 - a fixture
+from cuda_on_cpu import late
 
 from pdmesh.kernels import cuda_absorbed, cuda_gemm
 from pdmesh.kernels.gemm_config import ClusterTile
 from pdmesh.kernels.quantised import BlockWeight, Rows, dequantise_rows, new_scales
+
+
+on_cpu = cuda_on_cpu.on_cpu
 
 
 def fp8(draw: torch.Generator, *shape: int) -> torch.Tensor:
@@ -53,7 +57,7 @@ TILES = [
 
 
 @pytest.mark.parametrize(("tile", "m", "n", "k"), TILES, ids=str)
-def test_a_product_in_clusters_is_that_of_float64(on_cpu, tile, m, n, k):  # noqa: F811
+def test_a_product_in_clusters_is_that_of_float64(on_cpu, tile, m, n, k):
     draw = torch.Generator().manual_seed(m)
     x, w = rows(draw, m, k), weight(draw, n, k)
     exact = wide(*x, 1) @ wide(*w, 128).t()
@@ -67,7 +71,12 @@ def test_a_product_in_clusters_is_that_of_float64(on_cpu, tile, m, n, k):  # noq
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("m", "heads", "blocks"), [(1, 1, 2), (330, 1, 1), (130, 2, 8)])
 def test_absorbed_products_are_those_of_float64(
-    on_cpu, monkeypatch, m, heads, blocks, whole  # noqa: F811
+    on_cpu,
+    monkeypatch,
+    m,
+    heads,
+    blocks,
+    whole,
 ):
     monkeypatch.setattr(cuda_absorbed, "PROCESSORS", blocks)
     draw = torch.Generator().manual_seed(m)

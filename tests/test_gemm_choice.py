@@ -1,5 +1,6 @@
 """Which backend computes an FP8 product, how it is tiled, and what is said of it."""
 
+import itertools
 import subprocess
 
 import pytest
@@ -188,11 +189,10 @@ def test_the_cuda_kernels_compile_without_spilled_registers(tmp_path):
     made = cuda_build.nvcc()
     if made is None:
         pytest.skip("nvcc was not found")
-    tiles = (ClusterTile(136, 4, 2), ClusterTile(128, 1, 1))
-    sources = [
-        *map(cuda_gemm.source, tiles),
-        *map(cuda_absorbed.source, ("absorb_query", "project_values")),
-    ]
+    untimed = [t for rows in gemm_config.UNTIMED.values() for tiles in rows.values() for t in tiles]
+    tiles = {ClusterTile(136, 4, 2), ClusterTile(128, 1, 1), *untimed}
+    names = itertools.product(("absorb_query", "project_values"), (False, True))
+    sources = [*map(cuda_gemm.source, tiles), *itertools.starmap(cuda_absorbed.source, names)]
     for text in sources:
         unit = tmp_path / "unit.cu"
         unit.write_text(text)

@@ -1,8 +1,8 @@
 """Runs the text of kernels/cuda/*.cu on a CPU: the same source, other instructions beneath.
 
-`machine.hpp` says how. What it shows: indices, swizzles, the order of barriers, that nothing is read
-before it is there or overwritten before it was read, that nobody waits for ever. What it cannot:
-whether the processor's memory model allows it, and how long it takes.
+`machine.hpp` says how. It shows indices, swizzles, the order of barriers, that nothing is read
+before it is there or overwritten before it was read, that nobody waits for ever. It cannot show
+whether the processor's memory model allows it, nor how long it takes.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ void multiply_waiting(const cpu::Product& p) {{ multiply_now<{columns}, {narrow}
 @functools.cache
 def library(text: str) -> ctypes.CDLL:
     """The library of a translation unit that has `device`'s instructions."""
-    text = text.replace(
-        "extern __shared__ uint8_t raw[];", "uint8_t* const raw = shared_memory();"
-    )
+    text = text.replace("extern __shared__ uint8_t raw[];", "uint8_t* const raw = shared_memory();")
     beneath = "".join((HERE / name).read_text() for name in ("device.cuh", "machine.hpp"))
     mark = hashlib.sha256((text + beneath).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"pdmesh_on_cpu_{mark}"
