@@ -65,6 +65,13 @@ def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm().clamp_min(1e-300))
 
 
+def poison(like: torch.Tensor) -> None:
+    """Fills memory that the next results may be given with NaNs."""
+    made = [torch.full_like(like, torch.nan, dtype=t) for t in (torch.float32, torch.bfloat16)]
+    made.append(torch.full_like(like, torch.nan, dtype=torch.float32).to(torch.float8_e4m3fn))
+    del made
+
+
 def copies(nbytes: float) -> int:
     return max(2, min(40, int(ROTATED_BYTES // nbytes) + 1))
 

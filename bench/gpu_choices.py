@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import gpu_libraries as lib
@@ -22,7 +23,7 @@ from pdmesh.kernels import cublaslt_backend, deep_gemm_backend
 from pdmesh.kernels import quantised as ref
 from pdmesh.kernels import rope_append as definition
 from pdmesh.kernels.gate import GateRule, choose_experts
-from pdmesh.kernels.gemm_config import cluster_tile
+from pdmesh.kernels.gemm_config import untimed
 from pdmesh.kernels.quantised import BlockWeight, Rows
 
 RULE = GateRule("noaux_tc", 256, 8, 8, 4, True, 2.5)
@@ -30,6 +31,15 @@ PRODUCT, SMALL, LOOSE, WEIGHTED = 5e-3, 5e-3, 3e-2, 6e-2
 """Largest relative errors: FP8 products beside float32 ones of the same operands, bfloat16 results,
 results that are quantised again (a value on an edge goes to either neighbour), and attention whose
 queries and weights are quantised on the way."""
+
+
+UNTIMED_TILES = 3
+"""Of `gemm_config.untimed`."""
+ABSORB_VARIANTS = {
+    "CUDA, early": {"early": True},
+    "CUDA, whole": {"whole": True},
+    "CUDA, whole, early": {"whole": True, "early": True},
+}
 
 
 @dataclass(frozen=True)
@@ -75,12 +85,12 @@ def gate_bf16(normed: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
     return choose_experts(logits, weights.gate_bias, RULE)
 
 
-def _absorb(run: Any) -> Callable[..., Tensor]:
-    return lambda query, w, rotated: run(query, w.key, rotated, 1.0)
+def _absorb(run: Any, **options: Any) -> Callable[..., Tensor]:
+    return lambda query, w, rotated: run(query, w.key, rotated, 1.0, **options)
 
 
-def _values(run: Any) -> Callable[..., Any]:
-    return lambda latent, w: run(latent, w.value)
+def _values(run: Any, **options: Any) -> Callable[..., Any]:
+    return lambda latent, w: run(latent, w.value, **options)
 
 
 def _gate_by(weight: str) -> Callable[[Any], Any]:
@@ -112,18 +122,32 @@ def _dense() -> list[Candidate]:
     ]
     found += own("triton.splitk_gemm", "fp8_gemm", "split-K")
     found += own("cuda_gemm", "fp8_gemm", "cluster")
-    found += own("cuda_gemm", "fp8_gemm", "cluster, dependent", _dependent_tile)
+    # As dependents: they ask for their weights before the kernel ahead is done.
+    found += own("cuda_gemm", "fp8_gemm", "cluster, dependent", _with(dependent=True))
+    for place in range(UNTIMED_TILES):
+        found += own("cuda_gemm", "fp8_gemm", f"cluster, untimed {place}", _untimed_tile(place))
     return found
 
 
-def _dependent_tile(run: Any) -> Callable[..., Tensor]:
-    """The product in clusters, which asks for its weights before the kernel ahead is done."""
+def _with(**options: Any) -> Callable[[Any], Any]:
+    return lambda run: partial(run, **options)
 
-    def product(x: Rows, weight: BlockWeight) -> Tensor:
-        (m, k), n = x.values.shape, weight.values.shape[0]
-        return run(x, weight, tile=cluster_tile(m, n, k)._replace(dependent=True))
 
-    return product
+def _untimed_tile(place: int) -> Callable[[Any], Any]:
+    """The product by one of the tiles that no table has yet."""
+
+    def of(run: Any) -> Callable[..., Tensor]:
+        def product(x: Rows, weight: BlockWeight) -> Tensor:
+            (m, k), n = x.values.shape, weight.values.shape[0]
+            tiles = untimed(m, n, k)
+            if place >= len(tiles):
+                raise ValueError("no such tile of this shape")
+            result: Tensor = run(x, weight, tile=tiles[place], dependent=True)
+            return result
+
+        return product
+
+    return of
 
 
 def _masked_silu(gate_up: Tensor, counts: Tensor) -> Rows:
@@ -222,7 +246,14 @@ def _all_steps() -> dict[str, Step]:
                     lambda query, w, rotated: lib.torch_absorb(query, w.key_bf16, rotated),
                 ),
                 *own("cuda_absorbed", "absorb_query", "CUDA", _absorb),
-                # Not as a dependent: FlashMLA, which comes next, would not wait for it.
+                # Early, not as a dependent: FlashMLA, which comes next, would not wait for it.
+                *(
+                    candidate
+                    for label, options in ABSORB_VARIANTS.items()
+                    for candidate in own(
+                        "cuda_absorbed", "absorb_query", label, partial(_absorb, **options)
+                    )
+                ),
                 *own("triton.absorbed", "absorb_query", "Triton", _absorb),
             ],
             SMALL,
@@ -242,6 +273,7 @@ def _all_steps() -> dict[str, Step]:
             [
                 Candidate("torch bf16", lambda latent, w: lib.torch_values(latent, w.value_bf16)),
                 *own("cuda_absorbed", values, "CUDA", _values),
+                *own("cuda_absorbed", values, "CUDA, whole", partial(_values, whole=True)),
                 # Not as a dependent: it would wait for FlashMLA's merging kernel only, which may
                 # end before attention where no sequence is split.
                 *own("triton.absorbed", values, "Triton", _values),

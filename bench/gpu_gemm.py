@@ -36,6 +36,7 @@ from gemm_cases import (  # noqa: E402
     exact_rows,
     exact_weight,
     microseconds,
+    poison,
     project_limit,
     relative_error,
     rows,
@@ -73,6 +74,7 @@ class Table:
     ) -> None:
         """`product` of every set of operands; what `compared` takes of the first one's result."""
         try:
+            poison(exact)
             wrong = relative_error(compared(product(*sets[0])), exact)
             took = microseconds([functools.partial(product, *given) for given in sets])
         except Exception as problem:  # noqa: BLE001 - one backend's failure is a line of the table
@@ -138,9 +140,14 @@ def heads(table: Table, generator: torch.Generator, rows_tried: list[int]) -> No
 
     modules: dict[str, Any] = {"triton": absorbed, "cuda": cuda_absorbed}
     names = ("absorb_query", "project_values_quantise")
-    modules["cuda pdl"] = argparse.Namespace(
-        **{n: functools.partial(getattr(cuda_absorbed, n), dependent=True) for n in names}
-    )
+    for label, options in {
+        "cuda pdl": {"dependent": True},
+        "cuda whole": {"whole": True},
+        "whole pdl": {"whole": True, "dependent": True},
+    }.items():
+        modules[label] = argparse.Namespace(
+            **{n: functools.partial(getattr(cuda_absorbed, n), **options) for n in names}
+        )
     for count, m in itertools.product((128, 16), rows_tried):
         places = range(copies(count * (RANK * NOPE + 4 * m * (NOPE + ROPE + RANK))))
         case, limit = f"absorb {count} heads", absorb_limit(m, count)
@@ -149,7 +156,13 @@ def heads(table: Table, generator: torch.Generator, rows_tried: list[int]) -> No
         weights = [weight(generator, count, RANK, NOPE) for _ in places]
         exact = torch.einsum("mhd,hrd->mhr", query[0].double(), exact_weight(weights[0]))
         sets = [(q, w, r[..., NOPE:], 1.0) for q, w, r in zip(query, weights, whole, strict=True)]
-        for backend, module in modules.items():
+        early = {
+            f"{label} early": argparse.Namespace(
+                absorb_query=functools.partial(cuda_absorbed.absorb_query, early=True, whole=whole)
+            )
+            for label, whole in (("cuda", False), ("whole", True))
+        }
+        for backend, module in (modules | early).items():
             product = module.absorb_query
             table.measure(case, m, backend, limit, product, sets, exact, lambda y: y[..., :RANK])
         plain = [(q, exact_weight(w).bfloat16()) for q, w in zip(query, weights, strict=True)]

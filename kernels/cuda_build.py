@@ -66,11 +66,16 @@ __device__ __forceinline__ void multiply(float (&d)[{count}], unsigned long long
 """
 
 
+def on_hopper(columns: int, kind: str) -> str:
+    """The instructions of sm_90a: device.cuh and `multiply` (see `instruction`)."""
+    return (SOURCES / "device.cuh").read_text() + instruction(columns, kind)
+
+
 def unit(name: str, columns: int, kind: str, constants: Mapping[str, int]) -> str:
-    """A whole translation unit: constants, common parts, `multiply`, and the source `name`.cu."""
+    """A whole translation unit: constants, instructions, common parts, and the source `name`.cu."""
     defines = "".join(f"#define {key} {value}\n" for key, value in constants.items())
-    parts = [defines, (SOURCES / "common.cuh").read_text(), instruction(columns, kind)]
-    return "\n".join([*parts, (SOURCES / f"{name}.cu").read_text()])
+    common, own = (SOURCES / n for n in ("common.cuh", f"{name}.cu"))
+    return "\n".join([defines, on_hopper(columns, kind), common.read_text(), own.read_text()])
 
 
 def build(text: str, folder: Path, compiler: str) -> Path:

@@ -31,8 +31,8 @@ def unsupported(n: int, k: int) -> str | None:
 
 def source(tile: ClusterTile) -> str:
     """The whole translation unit."""
-    sizes = {"BLOCK_N": tile.block_n, "SPLIT": tile.split, "PAIR": tile.pair}
-    return cuda_build.unit("fp8_gemm", tile.block_n, "e4m3", {**sizes, "STAGES": tile.stages})
+    sizes = {name.upper(): int(value) for name, value in tile._asdict().items()}
+    return cuda_build.unit("fp8_gemm", tile.block_n, "e4m3", sizes)
 
 
 class _Functions(NamedTuple):
@@ -41,8 +41,8 @@ class _Functions(NamedTuple):
 
 
 @functools.cache
-def _functions(block_n: int, split: int, pair: int, stages: int) -> _Functions:
-    library = cuda_build.loaded(source(ClusterTile(block_n, split, pair, stages)))
+def _functions(tile: ClusterTile) -> _Functions:
+    library = cuda_build.loaded(source(tile))
     pointer, number, wide = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     library.fp8_gemm_launch.argtypes = [
         *(pointer, pointer, wide, pointer, pointer, number, pointer, wide),
@@ -53,7 +53,7 @@ def _functions(block_n: int, split: int, pair: int, stages: int) -> _Functions:
 
 def clusters(tile: ClusterTile) -> int:
     """How many clusters of the tile a device runs at a time."""
-    return _functions(*tile[:4]).clusters()
+    return _functions(tile).clusters()
 
 
 def fp8_gemm(
@@ -84,7 +84,7 @@ def fp8_gemm(
     step = x.scales.stride(1)
     if (m > 1 and x.scales.stride(0) != 1) or step % 4:
         raise ValueError(f"the scales of x have strides {x.scales.stride()}, not column by column")
-    code = _functions(*tile[:4]).launch(
+    code = _functions(tile).launch(
         x.values.data_ptr(),
         x.scales.data_ptr(),
         step,

@@ -33,19 +33,26 @@ class SplitConfig(NamedTuple):
 
 
 class ClusterTile(NamedTuple):
-    """How `cuda_gemm` cuts a product: tiles of 128 rows.
+    """How `cuda_gemm` cuts a product: tiles of 128 rows, or of 64.
 
     Attributes:
-        block_n: columns, a multiple of 8 up to 136.
+        block_n: columns, a multiple of 8 up to 136, or 144 or 160.
         split: thread blocks that share the sum, 1, 2, 4 or 8.
         pair: 2 if two tiles of rows share the weight that is read, else 1.
-        stages: steps of 128 values in flight.
+        stages: steps of 128 values in flight. If there are more than have room beside the sums
+            (`cluster_stages`), a cluster waits until all are through before its sums take their
+            memory.
+        short: tiles of 64 rows, whose steps the two warpgroups share: a split of 2 or 4, no pair,
+            an even number of stages.
+        ahead: the L2 cache is asked for all weights at the start.
     """
 
     block_n: int
     split: int
     pair: int
     stages: int = 4
+    short: bool = False
+    ahead: bool = False
 
 
 SPLITS: dict[tuple[int, int], dict[int, SplitConfig]] = {
@@ -117,6 +124,46 @@ CLUSTERS: dict[tuple[int, int], dict[int, ClusterTile]] = {
 """The same for `cuda_gemm`."""
 
 
+UNTIMED: dict[tuple[int, int], dict[int, tuple[ClusterTile, ...]]] = {
+    (2112, 7168): {
+        64: (
+            ClusterTile(72, 4, 1, 8, short=True),
+            ClusterTile(72, 4, 1, 8, short=True, ahead=True),
+            ClusterTile(136, 4, 1, 8, short=True, ahead=True),
+        ),
+        128: (
+            ClusterTile(72, 4, 1, 7, ahead=True),
+            ClusterTile(160, 8, 1, 6),
+            ClusterTile(160, 8, 1, 6, ahead=True),
+        ),
+        256: (
+            ClusterTile(144, 4, 1, 6),
+            ClusterTile(160, 4, 2, 6),
+            ClusterTile(160, 4, 2, 6, ahead=True),
+        ),
+    },
+    (4096, 7168): {
+        64: (ClusterTile(144, 4, 1, 6, short=True, ahead=True),),
+        128: (ClusterTile(144, 4, 1, 6, ahead=True),),
+        256: (ClusterTile(160, 2, 2, 6), ClusterTile(160, 2, 2, 6, ahead=True)),
+    },
+    (7168, 2048): {
+        64: (ClusterTile(112, 2, 1, 8, short=True, ahead=True),),
+        128: (ClusterTile(112, 2, 1, 5, ahead=True),),
+        256: (ClusterTile(144, 1, 2, 5, ahead=True),),
+    },
+}
+"""Tiles that have not run on a device yet: the benches try them beside `CLUSTERS`."""
+
+
+def untimed(m: int, n: int, k: int) -> tuple[ClusterTile, ...]:
+    """Tiles of a shape whose times are not known."""
+    for rows, tiles in UNTIMED.get((n, k), {}).items():
+        if m <= rows:
+            return tiles
+    return ()
+
+
 def split_config(m: int, n: int, k: int) -> SplitConfig:
     """The tile that was measured to be fastest, or the rule's."""
     for rows, config in SPLITS.get((n, k), {}).items():
@@ -149,6 +196,13 @@ def cluster_stages(block_n: int, split: int) -> int:
     """Steps in flight that shared memory has room for, beside a tile's result."""
     sums = 128 * (block_n + 8) * (4 if split > 1 else 2)
     return min(_MOST_STAGES, (_SHARED_BYTES - sums) // ((128 + block_n) * BLOCK + 512))
+
+
+def most_stages(block_n: int, short: bool = False) -> int:
+    """Steps in flight where sums take their memory."""
+    rows = 64 if short else 128
+    stages = min(_MOST_STAGES, _SHARED_BYTES // ((rows + block_n) * BLOCK + 4 * rows))
+    return stages - stages % 2 if short else stages
 
 
 def cluster_tile(m: int, n: int, k: int) -> ClusterTile:

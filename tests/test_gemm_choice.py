@@ -1,5 +1,6 @@
 """Which backend computes an FP8 product, how it is tiled, and what is said of it."""
 
+import itertools
 import subprocess
 
 import pytest
@@ -151,10 +152,10 @@ def compiler(tmp_path, body: str) -> str:
 def test_an_absorbed_query_lets_the_next_kernel_begin_early_only_if_asked():
     """FlashMLA's decode comes next, is launched as a dependent, and waits for nothing."""
     lines = [line.strip() for line in cuda_absorbed.source("absorb_query").splitlines()]
-    early = [line for line in lines if "launch_dependents;" in line]
+    early = [line for line in lines if line.endswith("let_next_begin();")]
     assert early
     assert all(line.startswith("if (dependent) ") for line in early)
-    assert "cp.async.bulk.wait_group 0;" in [line for line in lines if "wait_group" in line][-1]
+    assert [line for line in lines if "wait_stores" in line][-1].endswith("wait_stores();")
 
 
 def test_a_tile_is_compiled_once_and_another_apart(tmp_path):
@@ -188,11 +189,10 @@ def test_the_cuda_kernels_compile_without_spilled_registers(tmp_path):
     made = cuda_build.nvcc()
     if made is None:
         pytest.skip("nvcc was not found")
-    tiles = (ClusterTile(136, 4, 2), ClusterTile(128, 1, 1))
-    sources = [
-        *map(cuda_gemm.source, tiles),
-        *map(cuda_absorbed.source, ("absorb_query", "project_values")),
-    ]
+    untimed = [t for rows in gemm_config.UNTIMED.values() for tiles in rows.values() for t in tiles]
+    tiles = {ClusterTile(136, 4, 2), ClusterTile(128, 1, 1), *untimed}
+    names = itertools.product(("absorb_query", "project_values"), (False, True))
+    sources = [*map(cuda_gemm.source, tiles), *itertools.starmap(cuda_absorbed.source, names)]
     for text in sources:
         unit = tmp_path / "unit.cu"
         unit.write_text(text)

@@ -4,9 +4,10 @@
 // Most of what moves is the result, so it has to begin to move early: a thread block holds up to
 // four tiles of 64 rows, and widens its head's weight to bfloat16, which holds e4m3 exactly, 64
 // outputs at a time, while the results of the 64 before are on their way. Warps 0-3 and 4-7 share
-// the products; warp 8 loads the rows.
+// the products; warp 8 loads the rows. With WHOLE the copy engine brings all of the weight at once,
+// before the kernel ahead has ended, and rotated values leave after the first products.
 //
-// Compiled after common.cuh and `multiply`, a bfloat16 wgmma of 64 columns.
+// Compiled with WHOLE defined, after common.cuh and `multiply`, a bfloat16 wgmma of 64 columns.
 
 constexpr int K = 128, N = 512, ROTATED = 64, ROWS = 64, WIDTH = N + ROTATED;
 constexpr int PANEL_BYTES = 64 * 128;  // 64 rows of 64 bfloat16
@@ -14,18 +15,11 @@ constexpr int TILE_BYTES = 2 * PANEL_BYTES, TILES = 4;
 constexpr int CHUNK = 64, CHUNKS = N / CHUNK, CHUNK_BYTES = 2 * PANEL_BYTES;
 constexpr int BUFFERS = 4;  // of each half, a result of 64 x 64 each
 constexpr int WEIGHT_AT = TILES * TILE_BYTES, OUT_AT = WEIGHT_AT + 2 * CHUNK_BYTES;
-constexpr int BARRIERS_AT = OUT_AT + 2 * BUFFERS * PANEL_BYTES;
-constexpr int SHARED_BYTES = BARRIERS_AT + 2 * TILES * 8 + 1024;
+constexpr int NARROW_AT = OUT_AT + 2 * BUFFERS * PANEL_BYTES, NARROW_BYTES = CHUNK * K;
+constexpr int BARRIERS_AT = NARROW_AT + (WHOLE ? CHUNKS * NARROW_BYTES : 0);
+constexpr int SHARED_BYTES = BARRIERS_AT + (2 * TILES + (WHOLE ? CHUNKS : 0)) * 8 + 1024;
 constexpr int THREADS = 288;
 static_assert(SHARED_BYTES <= 227 * 1024, "what a multiprocessor has");
-
-__device__ __forceinline__ void store(const CUtensorMap* map, int column, int head, int row,
-                                      uint32_t from) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];\n"
-      "cp.async.bulk.commit_group;" ::"l"(map), "r"(column), "r"(head), "r"(row), "r"(from)
-      : "memory");
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     absorb_query(const __grid_constant__ CUtensorMap x_map,
@@ -36,35 +30,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ uint8_t raw[];
   const uint32_t base = (address(raw) + 1023) & ~1023u;
   uint8_t* const shared = raw + (base - address(raw));
-  const uint32_t full = base + BARRIERS_AT, empty = full + TILES * 8;
+  const uint32_t full = base + BARRIERS_AT, empty = full + TILES * 8, arrived = empty + TILES * 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int head = blockIdx.x, every = (m + ROWS - 1) / ROWS;
   const int tiles = (every - static_cast<int>(blockIdx.y) + gridDim.y - 1) / gridDim.y;
   const int first = CHUNKS * blockIdx.z / gridDim.z, last = CHUNKS * (blockIdx.z + 1) / gridDim.z;
   const auto row_of = [&](int i) { return (blockIdx.y + i * gridDim.y) * ROWS; };
 
+  const uint8_t* const mine_of_weights = weights + static_cast<int64_t>(head) * N * K;
   // Only where it was asked for: FlashMLA's decode is launched as a dependent of whatever stands
   // before it and does not wait, so it would read queries that are not written yet.
-  if (dependent) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (dependent) let_next_begin();
   if (threadIdx.x == THREADS - 32) {
     prefetch(&x_map);
     prefetch(&out_map);
     for (int s = 0; s < TILES; ++s) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + s * 8) : "memory");
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 8;" ::"r"(empty + s * 8) : "memory");
+      barrier_init(full + s * 8, 1);
+      barrier_init(empty + s * 8, 8);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int chunk = 0; WHOLE && chunk < CHUNKS; ++chunk) barrier_init(arrived + chunk * 8, 1);
+    barriers_ready();
   }
   __syncthreads();
 
   if (warp == 8) {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    for (int chunk = first; WHOLE && lane == 0 && chunk < last; ++chunk) {
+      expect(arrived + chunk * 8, NARROW_BYTES);
+      load_bytes(base + NARROW_AT + chunk * NARROW_BYTES, mine_of_weights + chunk * NARROW_BYTES,
+                 NARROW_BYTES, arrived + chunk * 8);
+    }
+    wait_for_ahead();
     if (lane == 0) {
       for (int i = 0; i < tiles; ++i) {
         const int s = i % TILES;
         if (i >= TILES) wait(empty + s * 8, (i / TILES - 1) & 1);
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + s * 8),
-                     "r"(TILE_BYTES) : "memory");
+        expect(full + s * 8, TILE_BYTES);
         for (int p = 0; p < 2; ++p)
           load_head(base + s * TILE_BYTES + p * PANEL_BYTES, &x_map, p * 64, head, row_of(i),
                     full + s * 8);
@@ -73,45 +73,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return;
   }
 
-  const uint4* const weight =
-      reinterpret_cast<const uint4*>(weights + static_cast<int64_t>(head) * N * K) + threadIdx.x;
+  const uint4* const weight = reinterpret_cast<const uint4*>(mine_of_weights) + threadIdx.x;
   constexpr int TURNS = CHUNK * K / 16 / 256;
   uint4 narrow[TURNS];
   const auto fetch = [&](int chunk) {
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn)
-      narrow[turn] = __ldg(weight + chunk * (CHUNK * K / 16) + turn * 256);
+      narrow[turn] =
+          WHOLE ? *(reinterpret_cast<const uint4*>(shared + NARROW_AT + chunk * NARROW_BYTES) +
+                    turn * 256 + threadIdx.x)
+                : __ldg(weight + chunk * (CHUNK * K / 16) + turn * 256);
   };
-  fetch(first);
+  if (!WHOLE) fetch(first);
   const int half = warp / 4, row = warp % 4 * 16 + lane / 4, thread = threadIdx.x % 128;
   uint8_t* const mine = shared + OUT_AT + half * BUFFERS * PANEL_BYTES;
   int stored = 0;
   // A buffer whose last result has been read by the copy engine.
   const auto buffer = [&]() {
-    if (thread == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(BUFFERS - 1) : "memory");
+    if (thread == 0) wait_stores_read<BUFFERS - 1>();
     half_sync(half);
     return mine + stored++ % BUFFERS * PANEL_BYTES;
   };
   const auto send = [&](const uint8_t* from, int column, int i) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    proxy_fence();
     half_sync(half);
-    if (thread == 0) store(&out_map, column, head, row_of(i), address(from));
+    if (thread == 0) store_head(&out_map, column, head, row_of(i), address(from));
   };
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_ahead();
   for (int begin = 0; begin < tiles; begin += TILES) {
     const int count = min(TILES, tiles - begin);
-    if (first == 0) {
-      const int r = thread / 2, column = thread % 2 * 32;
-      uint4 turned[TILES / 2][4] = {};
+    const int r = thread / 2, column = thread % 2 * 32;
+    uint4 turned[TILES / 2][4] = {};
 #pragma unroll
-      for (int turn = 0; turn < TILES / 2; ++turn) {
-        const int i = 2 * turn + half, source = row_of(begin + i) + r;
-        if (i >= count || source >= m) continue;
-        const uint4* const from = reinterpret_cast<const uint4*>(
-            rotated + source * rotated_row + head * rotated_head + column);
+    for (int turn = 0; turn < TILES / 2; ++turn) {
+      const int i = 2 * turn + half, source = row_of(begin + i) + r;
+      if (first > 0 || i >= count || source >= m) continue;
+      const uint4* const from = reinterpret_cast<const uint4*>(
+          rotated + source * rotated_row + head * rotated_head + column);
 #pragma unroll
-        for (int part = 0; part < 4; ++part) turned[turn][part] = from[part];
-      }
+      for (int part = 0; part < 4; ++part) turned[turn][part] = from[part];
+    }
+    const auto send_turned = [&]() {
 #pragma unroll
       for (int turn = 0; turn < TILES / 2; ++turn) {
         const int i = 2 * turn + half;
@@ -130,8 +132,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         send(to, N, begin + i);
       }
-    }
+    };
+    if (!WHOLE && first == 0) send_turned();
     for (int chunk = first; chunk < last; ++chunk) {
+      if (WHOLE) {
+        wait(arrived + chunk * 8, 0);
+        fetch(chunk);
+      }
       // Who reads this part's memory last has passed the barrier of the chunk before.
       uint8_t* const panels = shared + WEIGHT_AT + chunk % 2 * CHUNK_BYTES;
 #pragma unroll
@@ -139,11 +146,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int index = turn * 256 + threadIdx.x;
         keep_widened(narrow[turn], panels, CHUNK, index / (K / 16), index % (K / 16) * 16);
       }
-      asm volatile("fence.proxy.async.shared::cta;\nbar.sync 3, 256;" ::: "memory");
-      if (chunk + 1 < last)
-        fetch(chunk + 1);
-      else
-        fetch(first);
+      proxy_fence();
+      meet<3>(256);
+      if (!WHOLE) fetch(chunk + 1 < last ? chunk + 1 : first);
       const float by = weight_scales[head * (N / 128) + chunk / 2] * scale;
       const uint64_t b = descriptor(address(panels));
       for (int i = 0; i < count; ++i) {
@@ -153,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const uint64_t a = descriptor(base + s * TILE_BYTES);
         float product[32];
         pin(product);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        products_begin();
 #pragma unroll
         for (int step = 0; step < 8; ++step)
           multiply(product, a + (step / 4 * PANEL_BYTES >> 4) + step % 4 * 2,
@@ -170,26 +175,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         send(to, chunk * CHUNK, begin + i);
       }
+      if (WHOLE && chunk == 0) send_turned();
     }
     __syncwarp();
     if (lane < count)
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty +
-                                                                     (begin + lane) % TILES * 8)
-                   : "memory");
+      arrive(empty + (begin + lane) % TILES * 8);
     // The next rows' first part of the weight may take the memory of these rows' last one.
-    if (begin + TILES < tiles) asm volatile("bar.sync 3, 256;" ::: "memory");
+    if (begin + TILES < tiles) meet<3>(256);
   }
   // Written, not only read: nothing else makes them wait who begin when this kernel has ended.
-  if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  if (thread == 0) wait_stores();
 }
 
 // 0, or a cudaError_t, or 10000 plus a CUresult. Strides are in values. Thread blocks of one head:
-// `shares` of its rows times `parts` of its outputs.
+// `shares` of its rows times `parts` of its outputs. `early`: begins as a dependent of the kernel
+// ahead, and lets the next one begin only when it has ended; `dependent`: both early.
 extern "C" int absorb_query_launch(const void* x, int64_t x_row, int64_t x_head,
                                    const void* weights, const float* weight_scales,
                                    const void* rotated, int64_t rotated_row, int64_t rotated_head,
                                    void* out, float scale, int m, int heads, int shares, int parts,
-                                   int dependent, void* stream) {
+                                   int dependent, int early, void* stream) {
   const cudaError_t failed = prepare(reinterpret_cast<const void*>(absorb_query), SHARED_BYTES);
   if (failed != cudaSuccess) return failed;
   CUtensorMap x_map, out_map;
@@ -198,7 +203,8 @@ extern "C" int absorb_query_launch(const void* x, int64_t x_row, int64_t x_head,
   if (bad) return 10000 + bad;
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config =
-      launch(dim3(heads, shares, parts), THREADS, SHARED_BYTES, stream, &attribute, dependent);
+      launch(dim3(heads, shares, parts), THREADS, SHARED_BYTES, stream, &attribute,
+             dependent || early);
   return cudaLaunchKernelEx(&config, absorb_query, x_map, out_map,
                             static_cast<const uint8_t*>(weights), weight_scales,
                             static_cast<const __nv_bfloat16*>(rotated), rotated_row, rotated_head,

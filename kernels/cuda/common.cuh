@@ -1,71 +1,8 @@
-// Parts that the kernels of this folder share: barriers, wgmma's descriptors, tensor maps.
-
-#include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-#include <cuda_runtime.h>
-#include <stdint.h>
-
-__device__ __forceinline__ uint32_t address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void prefetch(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
-}
-
-// The same for what other thread blocks of the cluster wrote.
-__device__ __forceinline__ void wait_cluster(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-__device__ __forceinline__ uint32_t of_rank(uint32_t local, uint32_t rank) {
-  uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
-  return remote;
-}
-
-// Nothing is to be seen through it, so no fence, which would wait for all loads and stores.
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait;" ::: "memory");
-}
+// Parts that the kernels of this folder share, after device.cuh: numbers, tensor maps, launches.
 
 // A K-major tile of 128-byte rows, 128-byte swizzle, 1024 bytes between groups of eight rows.
 __device__ __forceinline__ uint64_t descriptor(uint32_t at) {
   return static_cast<uint64_t>((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
-
-__device__ __forceinline__ void load_head(uint32_t to, const CUtensorMap* map, int column,
-                                          int head, int row, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to), "l"(map), "r"(column), "r"(head), "r"(row),
-      "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void half_sync(int half) {
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + half) : "memory");
 }
 
 __device__ __forceinline__ uint32_t packed(float a, float b) {
@@ -95,16 +32,6 @@ __device__ __forceinline__ void keep_widened(const uint4& narrow, uint8_t* panel
     const int chunk = (column % 64 / 8 + part) ^ (n & 7);
     *reinterpret_cast<uint4*>(row + chunk * 16) = wide;
   }
-}
-
-template <int COUNT>
-__device__ __forceinline__ void pin(float (&values)[COUNT]) {
-#pragma unroll
-  for (int j = 0; j < COUNT; ++j) asm volatile("" : "+f"(values[j])::"memory");
-}
-
-__device__ __forceinline__ void wait_products() {
-  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
 namespace {

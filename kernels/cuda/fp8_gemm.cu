@@ -5,12 +5,16 @@
 // of k, and add up through distributed shared memory in a fixed order. Its PAIR members hold
 // different rows of x, and the weight's tiles, which both need, are read once and multicast.
 //
-// A thread block: warps 0-3 and 4-7 multiply 64 rows each, warp 8 keeps the copy engine busy.
+// A thread block: warps 0-3 and 4-7 multiply 64 rows each, warp 8 keeps the copy engine busy. With
+// SHORT there are 64 rows in all, and the two take turns at the steps: each sums half of the part.
+// With AHEAD the L2 cache is asked for all of the part's weights before the kernel ahead has ended.
 //
-// Compiled with BLOCK_N, SPLIT, PAIR and STAGES defined, after common.cuh and `multiply`, one wgmma of
-// that width.
+// Compiled with BLOCK_N, SPLIT, PAIR, STAGES, SHORT and AHEAD defined, after common.cuh and
+// `multiply`, one wgmma of that width.
 
-constexpr int BLOCK_M = 128;
+constexpr int BLOCK_M = SHORT ? 64 : 128;
+constexpr int TURNS = SHORT ? 2 : 1;  // warpgroups that take turns at steps
+constexpr int SHARES = SPLIT * TURNS;  // of a sum
 constexpr int GROUP = 128;  // values of k with one scale, and bytes of a swizzled row
 constexpr int CLUSTER = SPLIT * PAIR;
 constexpr int X_BYTES = BLOCK_M * GROUP;
@@ -20,41 +24,25 @@ constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int SUM_PITCH = BLOCK_N % 32 == 8 || BLOCK_N % 32 == 24 ? BLOCK_N : BLOCK_N + 8;
 constexpr int PART_ROWS = BLOCK_M / SPLIT;  // of the result, which a thread block adds up
 constexpr int OUT_PITCH = BLOCK_N + 8;      // of bfloat16
-constexpr int OUT_BYTES = SPLIT > 1 ? BLOCK_M * SUM_PITCH * 4 : BLOCK_M * OUT_PITCH * 2;
-constexpr int OUT_AT = STAGES * STAGE_BYTES;
-constexpr int SCALES_AT = OUT_AT + OUT_BYTES;
+constexpr int OUT_BYTES =
+    SPLIT > 1 ? SHARES * PART_ROWS * SUM_PITCH * 4 : BLOCK_M * OUT_PITCH * 2;
+constexpr int STAGES_BYTES = STAGES * STAGE_BYTES;
+// Where sums have no room beside the steps they take their place, when all of the cluster are done.
+constexpr bool OVER =
+    SPLIT > 1 && STAGES_BYTES + OUT_BYTES + STAGES * (SCALE_BYTES + 16) + 1032 > 227 * 1024;
+constexpr int OUT_AT = OVER ? 0 : STAGES_BYTES;
+constexpr int SCALES_AT = OVER ? STAGES_BYTES : OUT_AT + OUT_BYTES;
 constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALE_BYTES;
 constexpr int SHARED_BYTES = BARRIERS_AT + (2 * STAGES + 1) * 8 + 1024;
 constexpr bool CROSSES = 128 % BLOCK_N != 0;  // a tile may lie in two blocks of weights
-constexpr int THREADS = 288;
-static_assert(BLOCK_N % 8 == 0 && BLOCK_N <= 128 + 8 && W_BYTES % 1024 == 0, "swizzled rows");
+constexpr bool WIDE = BLOCK_N > 136;  // more than the 168 registers of a thread in nine warps
+constexpr int THREADS = WIDE ? 384 : 288;
+static_assert(W_BYTES % 1024 == 0, "swizzled rows");
+static_assert(BLOCK_N <= 128 + (BLOCK_N & -BLOCK_N), "a tile lies in two blocks of weights at most");
 static_assert(SHARED_BYTES <= 227 * 1024 && CLUSTER <= 8, "what a multiprocessor has");
-
-__device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, int inner, int outer,
-                                     uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map), "r"(inner), "r"(outer), "r"(barrier)
-      : "memory");
-}
-
-__device__ __forceinline__ void load_weight(uint32_t to, const CUtensorMap* map, int inner,
-                                            int outer, uint32_t barrier, uint16_t members,
-                                            uint64_t policy) {
-  if (PAIR > 1) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
-        "l"(map), "r"(inner), "r"(outer), "r"(barrier), "h"(members), "l"(policy)
-        : "memory");
-  } else {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(inner),
-        "r"(outer), "r"(barrier), "l"(policy)
-        : "memory");
-  }
-}
+static_assert(!OVER || OUT_BYTES <= STAGES_BYTES, "sums in the place of steps");
+static_assert(!SHORT || (SPLIT > 1 && SPLIT <= 4 && PAIR == 1), "16 rows of a warp, one adder");
+static_assert(!SHORT || STAGES % 2 == 0, "a warpgroup sees all that passes its stages");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fp8_gemm(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
@@ -77,42 +65,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int steps = (k + GROUP - 1) / GROUP;
   const int first = steps * part / SPLIT, count = steps * (part + 1) / SPLIT - first;
 
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  let_next_begin();
   if (threadIdx.x == THREADS - 32) {
     prefetch(&w_map);
     prefetch(&x_map);
     prefetch(&scale_map);
     for (int s = 0; s < STAGES; ++s) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + s * 8) : "memory");
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + s * 8), "r"(8 * PAIR)
-                   : "memory");
+      barrier_init(full + s * 8, 1);
+      barrier_init(empty + s * 8, 8 / TURNS * PAIR);
     }
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(summed) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(summed),
-                 "r"(BLOCK_M * BLOCK_N * 4)
-                 : "memory");
+    barrier_init(summed, 1);
+    barriers_ready();
+    expect(summed, SHARES * PART_ROWS * BLOCK_N * 4);
   }
   __syncthreads();
   if (CLUSTER > 1) cluster_arrive();
   if (PAIR > 1) cluster_wait();  // before a member loads into another
 
-  if (warp == 8) {
-    if (lane == 0) {
+  if (WIDE ? warp >= 8 : warp == 8) {
+    if (WIDE) give_registers<40>();
+    if ((!WIDE || warp == 8) && lane == 0) {
       // Weights that pass by once need not be kept by the L2 cache: evict first, else normally.
       const uint64_t policy = groups_m == 1 ? 0x12F0000000000000ull : 0x1000000000000000ull;
       const uint16_t members = ((1 << PAIR) - 1) << (part * PAIR);
-      const auto expect = [&](int turn) {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                         full + turn % STAGES * 8),
-                     "r"(row_bytes + W_BYTES)
-                     : "memory");
-      };
-      const auto weights = [&](int turn, int tile, int i) {
+            const auto weights = [&](int turn, int tile, int i) {
         const int s = turn % STAGES;
-        if (PAIR == 1 || turn % PAIR == member)
-          load_weight(base + s * STAGE_BYTES + X_BYTES, &w_map, (first + i) * GROUP,
-                      column_of(tile), full + s * 8, members, policy);
+        const uint32_t to = base + s * STAGE_BYTES + X_BYTES, barrier = full + s * 8;
+        const int inner = (first + i) * GROUP, outer = column_of(tile);
+        if (PAIR == 1)
+          load(to, &w_map, inner, outer, barrier, policy);
+        else if (turn % PAIR == member)
+          load_to_all(to, &w_map, inner, outer, barrier, members, policy);
       };
       const auto rows = [&](int turn, int tile, int i) {
         const int s = turn % STAGES, row0 = row_of(tile);
@@ -122,43 +105,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       int tile = blockIdx.x / CLUSTER, turn = 0;
       const int ahead = min(count, STAGES);
       for (; turn < ahead; ++turn) {
-        expect(turn);
+        expect(full + turn % STAGES * 8, row_bytes + W_BYTES);
         weights(turn, tile, turn);
       }
+      if (AHEAD)
+        for (int i = ahead; i < count; ++i)
+          if (i % PAIR == member) prefetch_tile(&w_map, (first + i) * GROUP, column_of(tile));
       // x is the output of the kernel before; the weights are not.
-      asm volatile("griddepcontrol.wait;" ::: "memory");
+      wait_for_ahead();
       for (int i = 0; i < ahead; ++i) rows(i, tile, i);
       for (int i = ahead; tile < tiles; tile += apart, i = 0) {
         for (; i < count; ++i, ++turn) {
           if (turn >= STAGES) wait(empty + turn % STAGES * 8, (turn / STAGES - 1) & 1);
-          expect(turn);
+          expect(full + turn % STAGES * 8, row_bytes + W_BYTES);
           weights(turn, tile, i);
           rows(turn, tile, i);
         }
       }
     }
     __syncwarp();
-    if (PAIR > 1) cluster_arrive();
+    if (OVER && PAIR == 1) cluster_wait();
+    if (PAIR > 1 || OVER) cluster_arrive();
     if (CLUSTER > 1) cluster_wait();
     return;
   }
 
+  if (WIDE) take_registers<232>();
   const int half = warp / 4;
-  const int row = half * 64 + warp % 4 * 16 + lane / 4;  // and row + 8
+  const int row0_of_half = SHORT ? 0 : half * 64;
+  const int row = row0_of_half + warp % 4 * 16 + lane / 4;  // and row + 8
   // The products have been waited for: nothing is left that a wider release would have to order.
   const auto release = [&](uint32_t barrier) {
     __syncwarp();
-    if (PAIR > 1 && lane < PAIR)
-      asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
-                       of_rank(barrier, part * PAIR + lane))
-                   : "memory");
-    if (PAIR == 1 && lane == 0)
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+    if (PAIR > 1 && lane < PAIR) arrive_at(of_rank(barrier, part * PAIR + lane));
+    if (PAIR == 1 && lane == 0) arrive(barrier);
   };
   int turn = 0;
   for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += apart) {
     const int row0 = row_of(tile), column0 = column_of(tile), block = column0 / 128;
-    const bool used = row0 + half * 64 < m;
+    const bool used = row0 + row0_of_half < m;
     const int boundary = CROSSES ? ((block + 1) * 128 - column0) / 8 : BLOCK_N / 8;
     const float* const near_scales = w_scales + block * w_scale_row + first;
     const float* const far_scales =
@@ -166,13 +151,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float sums[BLOCK_N / 2], product[BLOCK_N / 2];
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; ++i) sums[i] = 0;
-    float next_near = __ldg(near_scales), next_far = CROSSES ? __ldg(far_scales) : 0;
-    for (int i = 0; i < count; ++i, ++turn) {
+    const int begin = SHORT ? half : 0;
+    if (SHORT) turn = half;
+    const bool some = !SHORT || begin < count;
+    float next_near = some ? __ldg(near_scales + begin) : 0;
+    float next_far = CROSSES && some ? __ldg(far_scales + begin) : 0;
+    for (int i = begin; i < count; i += TURNS, turn += TURNS) {
       const int s = turn % STAGES;
       const float near = next_near, far = next_far;
-      if (i + 1 < count) {
-        next_near = __ldg(near_scales + i + 1);
-        if (CROSSES) next_far = __ldg(far_scales + i + 1);
+      if (i + TURNS < count) {
+        next_near = __ldg(near_scales + i + TURNS);
+        if (CROSSES) next_far = __ldg(far_scales + i + TURNS);
       }
       wait(full + s * 8, (turn / STAGES) & 1);
       const uint32_t barrier = empty + s * 8;
@@ -182,10 +171,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
       const float* scales = reinterpret_cast<const float*>(shared + SCALES_AT + s * SCALE_BYTES);
       const float upper = scales[row], lower = scales[row + 8];
-      const uint64_t a = descriptor(base + s * STAGE_BYTES + half * 64 * GROUP);
+      const uint64_t a = descriptor(base + s * STAGE_BYTES + row0_of_half * GROUP);
       const uint64_t b = descriptor(base + s * STAGE_BYTES + X_BYTES);
       pin(product);
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      products_begin();
 #pragma unroll
       for (int part32 = 0; part32 < 4; ++part32)
         multiply(product, a + 2 * part32, b + 2 * part32, part32 > 0);
@@ -204,21 +193,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if constexpr (SPLIT > 1) {
       // A warp's 16 rows go to the thread block that adds them up, beside those of other parts.
       if (PAIR == 1) cluster_wait();  // they have begun
+      if (OVER) {
+        cluster_arrive();
+        cluster_wait();
+      }
       const int to = (row - lane / 4) / PART_ROWS, rank_to = to * PAIR + member;
       const uint32_t barrier = of_rank(summed, rank_to);
-      const int at = (part * PART_ROWS + row - to * PART_ROWS) * SUM_PITCH + lane % 4 * 2;
+      const int share = part * TURNS + (SHORT ? half : 0);
+      const int at = (share * PART_ROWS + row - to * PART_ROWS) * SUM_PITCH + lane % 4 * 2;
       const uint32_t upper = of_rank(base + OUT_AT + at * 4, rank_to);
-      const auto push = [&](uint32_t address, float a, float b) {
-        asm volatile(
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
-                "r"(address),
-            "f"(a), "f"(b), "r"(barrier)
-            : "memory");
-      };
 #pragma unroll
       for (int j = 0; j < BLOCK_N / 8; ++j) {
-        push(upper + j * 32, sums[4 * j], sums[4 * j + 1]);
-        push(upper + j * 32 + 8 * SUM_PITCH * 4, sums[4 * j + 2], sums[4 * j + 3]);
+        push(upper + j * 32, sums[4 * j], sums[4 * j + 1], barrier);
+        push(upper + j * 32 + 8 * SUM_PITCH * 4, sums[4 * j + 2], sums[4 * j + 3], barrier);
       }
       wait_cluster(summed, 0);
       const float* const shares = reinterpret_cast<const float*>(shared + OUT_AT);
@@ -227,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int inside = i / QUADS, r = row0 + part * PART_ROWS + inside, c = i % QUADS * 4;
         float total[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int p = 0; p < SPLIT; ++p) {
+        for (int p = 0; p < SHARES; ++p) {
           const float4 v = *reinterpret_cast<const float4*>(
               shares + (p * PART_ROWS + inside) * SUM_PITCH + c);
           total[0] += v.x, total[1] += v.y, total[2] += v.z, total[3] += v.w;
@@ -260,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   }
   // A member may still say that it has read what this thread block multicast.
-  if (PAIR > 1) {
+  if (PAIR > 1 && !OVER) {
     cluster_arrive();
     cluster_wait();
   }

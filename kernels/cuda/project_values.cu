@@ -3,14 +3,16 @@
 //
 // A thread block keeps one head's weight in shared memory as bfloat16, which holds e4m3 exactly, so
 // that device memory is read once and in FP8, and streams tiles of 64 rows past it. Scales of
-// weights multiply float32 sums. Warps 0-3 and 4-7 take turns at tiles; warp 8 loads them.
+// weights multiply float32 sums. Warps 0-3 and 4-7 take turns at tiles; warp 8 loads them. With
+// WHOLE the copy engine brings the weight, too, through the same ring ahead of the rows.
 //
-// Compiled after common.cuh and `multiply`, a bfloat16 wgmma of 128 columns.
+// Compiled with WHOLE defined, after common.cuh and `multiply`, a bfloat16 wgmma of 128 columns.
 
 constexpr int K = 512, N = 128, ROWS = 64;
 constexpr int PANEL = 64;  // columns of bfloat16 in 128 swizzled bytes
 constexpr int PANEL_BYTES = ROWS * 128;
 constexpr int SLOTS = 9, TILE_SLOTS = K / PANEL;
+constexpr int AHEAD = WHOLE ? N * K / PANEL_BYTES : 0;  // turns of the ring that bring the weight
 constexpr int OUT_PITCH = 144;  // so that eight rows lie in different banks
 constexpr int OUT_BYTES = ROWS * OUT_PITCH;
 constexpr int RING_AT = N * K * 2, OUT_AT = RING_AT + SLOTS * PANEL_BYTES;
@@ -35,7 +37,31 @@ __device__ __forceinline__ void keep_weight(const uint8_t* weight, uint8_t* shar
       keep_widened(loaded[turn], shared, N, index / CHUNKS, index % CHUNKS * 16);
     }
   }
-  asm volatile("fence.proxy.async.shared::cta;\nbar.sync 3, 256;" ::: "memory");
+  proxy_fence();
+  meet<3>(256);
+}
+
+// The same from the ring's first turns, which the warpgroups take by turns.
+template <typename Release>
+__device__ __forceinline__ void keep_arrived(uint8_t* shared, uint32_t full, int half,
+                                             const Release& release) {
+  constexpr int CHUNKS = K / 16, TURNS = PANEL_BYTES / 16 / 128;
+  for (int s = half; s < AHEAD; s += 2) {
+    wait(full + s * 8, 0);
+    const uint4* const narrow =
+        reinterpret_cast<const uint4*>(shared + RING_AT + s * PANEL_BYTES) + threadIdx.x % 128;
+    uint4 loaded[TURNS];
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) loaded[turn] = narrow[turn * 128];
+    release(s);
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const int index = (s * TURNS + turn) * 128 + threadIdx.x % 128;
+      keep_widened(loaded[turn], shared, N, index / CHUNKS, index % CHUNKS * 16);
+    }
+  }
+  proxy_fence();
+  meet<3>(256);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -49,27 +75,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int head = blockIdx.x, tiles = (m + ROWS - 1) / ROWS;
 
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  let_next_begin();
   if (threadIdx.x == THREADS - 32) {
     prefetch(&x_map);
     for (int s = 0; s < SLOTS; ++s) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + s * 8) : "memory");
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 4;" ::"r"(empty + s * 8) : "memory");
+      barrier_init(full + s * 8, 1);
+      barrier_init(empty + s * 8, 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_ready();
   }
   __syncthreads();
 
+  const uint8_t* const weight = weights + static_cast<int64_t>(head) * N * K;
   if (warp == 8) {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    for (int s = 0; lane == 0 && s < AHEAD; ++s) {
+      expect(full + s * 8, PANEL_BYTES);
+      load_bytes(base + RING_AT + s * PANEL_BYTES, weight + s * PANEL_BYTES, PANEL_BYTES,
+                 full + s * 8);
+    }
+    wait_for_ahead();
     if (lane == 0) {
-      int turn = 0;
+      int turn = AHEAD;
       for (int tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
         for (int part = 0; part < TILE_SLOTS; ++part, ++turn) {
           const int s = turn % SLOTS;
           if (turn >= SLOTS) wait(empty + s * 8, (turn / SLOTS - 1) & 1);
-          asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + s * 8),
-                       "r"(PANEL_BYTES) : "memory");
+          expect(full + s * 8, PANEL_BYTES);
           load_head(base + RING_AT + s * PANEL_BYTES, &x_map, part * PANEL, head, tile * ROWS,
                     full + s * 8);
         }
@@ -78,18 +109,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return;
   }
 
-  keep_weight(weights + static_cast<int64_t>(head) * N * K, shared);
-  float factors[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) factors[i] = weight_scales[head * 4 + i] * 1.0f;
-  asm volatile("griddepcontrol.wait;" ::: "memory");
   const int half = warp / 4, row = warp % 4 * 16 + lane / 4, thread = threadIdx.x % 128;
   uint8_t* const mine = shared + OUT_AT + half * OUT_BYTES;
   const auto release = [&](int s) {
     __syncwarp();
-    if (lane == 0)
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + s * 8) : "memory");
+    if (lane == 0) arrive(empty + s * 8);
   };
+  if (WHOLE)
+    keep_arrived(shared, full, half, release);
+  else
+    keep_weight(weight, shared);
+  float factors[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) factors[i] = weight_scales[head * 4 + i] * 1.0f;
+  wait_for_ahead();
   int number = half;
   for (int tile = blockIdx.y + half * gridDim.y; tile < tiles; tile += 2 * gridDim.y, number += 2) {
     float sums[64], product[64];
@@ -100,18 +133,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       pin(product);
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
-        const int turn = number * TILE_SLOTS + block * 2 + p, s = turn % SLOTS;
+        const int turn = AHEAD + number * TILE_SLOTS + block * 2 + p, s = turn % SLOTS;
+        // The panel before this one may be the other warpgroup's, and not even have arrived.
+        if (turn >= SLOTS) wait(empty + s * 8, (turn / SLOTS - 1) & 1);
         wait(full + s * 8, turn / SLOTS & 1);
         const uint64_t a = descriptor(base + RING_AT + s * PANEL_BYTES);
         const uint64_t b = descriptor(base + (block * 2 + p) * N * 128);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        products_begin();
 #pragma unroll
         for (int step = 0; step < 4; ++step)
           multiply(product, a + step * 2, b + step * 2, p + step > 0);
       }
       wait_products();
       pin(product);
-      for (int p = 0; p < 2; ++p) release((number * TILE_SLOTS + block * 2 + p) % SLOTS);
+      for (int p = 0; p < 2; ++p) release((AHEAD + number * TILE_SLOTS + block * 2 + p) % SLOTS);
 #pragma unroll
       for (int j = 0; j < 64; ++j) sums[j] += product[j] * factors[block];
     }

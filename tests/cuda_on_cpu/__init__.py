@@ -1,0 +1,105 @@
+"""Runs the text of kernels/cuda/*.cu on a CPU: the same source, other instructions beneath.
+
+`machine.hpp` says how. It shows indices, swizzles, the order of barriers, that nothing is read
+before it is there or overwritten before it was read, that nobody waits for ever. It cannot show
+whether the processor's memory model allows it, nor how long it takes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pdmesh.kernels import cuda_absorbed, cuda_build, cuda_gemm
+
+HERE = Path(__file__).parent
+
+
+def headers() -> Path | None:
+    """CUDA's headers beside its compiler."""
+    found = cuda_build.nvcc()
+    places = [Path(found).resolve().parent.parent, Path("/usr/local/cuda")] if found else []
+    for place in places:
+        if (place / "include" / "cuda_fp8.h").exists():
+            return place / "include"
+    return None
+
+
+def needed() -> None:
+    """Skips a test where the kernels cannot be compiled for the CPU."""
+    if platform.machine() != "x86_64" or shutil.which("g++") is None:
+        pytest.skip("needs g++ on x86_64")
+    if headers() is None:
+        pytest.skip("needs CUDA's headers")
+
+
+def device(columns: int, kind: str) -> str:
+    """Instead of `cuda_build.on_hopper`."""
+    count, narrow = columns // 2, "true" if kind == "e4m3" else "false"
+    return f"""#include "{HERE}/device.cuh"
+inline void multiply(float (&d)[{count}], uint64_t a, uint64_t b, int add) {{
+  cpu::me->products.push_back({{d, a, b, add}});
+}}
+void multiply_waiting(const cpu::Product& p) {{ multiply_now<{columns}, {narrow}>(p); }}
+"""
+
+
+@functools.cache
+def library(text: str) -> ctypes.CDLL:
+    """The library of a translation unit that has `device`'s instructions."""
+    text = text.replace("extern __shared__ uint8_t raw[];", "uint8_t* const raw = shared_memory();")
+    beneath = "".join((HERE / name).read_text() for name in ("device.cuh", "machine.hpp"))
+    mark = hashlib.sha256((text + beneath).encode()).hexdigest()[:24]
+    folder = Path(tempfile.gettempdir()) / f"pdmesh_on_cpu_{mark}"
+    folder.mkdir(exist_ok=True)
+    made = folder / "unit.so"
+    if not made.exists():
+        source, fresh = folder / "unit.cpp", folder / f"fresh{id(text)}.so"
+        source.write_text(text)
+        command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", "-w", f"-I{headers()}"]
+        done = subprocess.run(
+            [*command, "-o", str(fresh), str(source)], capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr[:4000]
+        fresh.replace(made)
+    return ctypes.CDLL(str(made))
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The wrappers of the CUDA kernels compute on CPU tensors; gives the libraries they load."""
+    needed()
+    loaded: list[ctypes.CDLL] = []
+
+    def load(text: str) -> ctypes.CDLL:
+        loaded.append(library(text))
+        return loaded[-1]
+
+    caches = [cuda_gemm._functions, cuda_absorbed._launcher]
+    monkeypatch.setattr(cuda_build, "on_hopper", device)
+    monkeypatch.setattr(cuda_build, "loaded", load)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    for cache in caches:
+        cache.cache_clear()
+    yield loaded
+    for of in loaded:
+        of.cpu_forget()
+    for cache in caches:
+        cache.cache_clear()
+
+
+def late(of: ctypes.CDLL, *written_ahead: torch.Tensor) -> None:
+    """These have their values only when the kernel ahead has ended: NaNs until then."""
+    for tensor in written_ahead:
+        storage = tensor.untyped_storage()
+        of.cpu_late(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()))
