@@ -44,7 +44,7 @@ from ep_processes import (  # noqa: E402
 from pdmesh.kernels.symmetric import in_process_heaps  # noqa: E402
 from pdmesh.model.parallel.exchange import Channel  # noqa: E402
 from pdmesh.model.parallel.nvshmem import NvshmemExperts  # noqa: E402
-from pdmesh.model.parallel.nvshmem_lane import Tuning  # noqa: E402
+from pdmesh.model.parallel.nvshmem_memory import Tuning  # noqa: E402
 
 OUT = Path(os.environ.get("OUT", "."))
 REPEATS = 20
