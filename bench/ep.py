@@ -1,8 +1,10 @@
 """Dispatch and combine between ranks on GPUs: microseconds and GB/s of each half, beside limits.
 
     python -P bench/ep.py [--ranks 2 4 8] [--tokens 16 128 256 1024 4096] [--tune] [--put]
+    python -P bench/ep.py --layout contiguous [--ranks 2 4 8] [--tokens 1024 4096 8192 16384]
 
-Hidden 7168, 8 of 256 experts a token, at random; FP8 out, bfloat16 back.
+Hidden 7168, 8 of 256 experts a token, at random; FP8 out, bfloat16 back. Rows land in the masked
+layout of grouped products, a decode step's, or in the contiguous one, a prefill's.
 
 With fewer GPUs than ranks all ranks share one process and one GPU: then a "peer's memory" is the
 same HBM, and what is timed is each kernel of rank 0 alone, with what it waits for already there, as
@@ -31,9 +33,10 @@ sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 import torch  # noqa: E402 - the path is set above
 from ep_processes import (  # noqa: E402
     HBM,
-    HIDDEN,
+    TOKENS,
     TOP,
     bounds,
+    layout_of,
     many_gpus,
     member,
     routed,
@@ -44,7 +47,7 @@ from ep_processes import (  # noqa: E402
 from pdmesh.kernels.symmetric import in_process_heaps  # noqa: E402
 from pdmesh.model.parallel.exchange import Channel  # noqa: E402
 from pdmesh.model.parallel.nvshmem import NvshmemExperts  # noqa: E402
-from pdmesh.model.parallel.nvshmem_lane import Tuning  # noqa: E402
+from pdmesh.model.parallel.nvshmem_memory import Tuning  # noqa: E402
 
 OUT = Path(os.environ.get("OUT", "."))
 REPEATS = 20
@@ -72,11 +75,18 @@ def timed(work: Callable[[], None], repeats: int = REPEATS) -> float:
 class OneGpu:
     """All ranks in this process."""
 
-    def __init__(self, ranks: int, tokens: int, tuning: Tuning = Tuning()) -> None:  # noqa: B008
-        self.size = sized(ranks, tokens)
+    def __init__(
+        self,
+        ranks: int,
+        tokens: int,
+        layout: str = "masked",
+        tuning: Tuning = Tuning(),  # noqa: B008
+    ) -> None:
+        self.size = sized(ranks, tokens, layout)
+        where = table(ranks)
         self.ends = [
-            NvshmemExperts(heap, table(ranks), self.size, lanes=1)
-            for heap in in_process_heaps(ranks, "cuda")
+            NvshmemExperts(heap, where, self.size, lanes=1)
+            for heap in in_process_heaps(ranks, str(where[0].ranks.device))
         ]
         self.data = [routed(tokens, rank) for rank in range(ranks)]
         self.out = torch.empty_like(self.data[0][0])
@@ -102,7 +112,8 @@ class OneGpu:
             back.append(end.combine_send(handle, here, here.made))
         for end, handle, data in zip(self.ends, back, self.data, strict=True):
             end.combine_recv(handle, data[2])
-        torch.cuda.synchronize()
+        if self.out.is_cuda:
+            torch.cuda.synchronize()
         for end in self.ends:
             end.check()
 
@@ -166,32 +177,34 @@ class OneGpu:
         return rows, self.size.combine_bytes(pairs)
 
 
-def one_gpu(ranks: int, tokens: int, tuning: Tuning) -> dict[str, object]:
+def one_gpu(ranks: int, tokens: int, layout: str) -> dict[str, object]:
     """A line of the table."""
-    group = OneGpu(ranks, tokens, tuning)
+    group = OneGpu(ranks, tokens, layout)
     took = group.times()
     rows_to, _, rows_in, pairs_in = group.counts()
-    record, wide = group.size.record + group.size.note, HIDDEN * 2
+    size = group.size
+    record, wide, labels = size.record + size.note, size.hidden * 2, size.capacity * 4
     moved = {
         "send": tokens * wide + rows_to * record,
-        "spread": rows_in * record + pairs_in * (HIDDEN + HIDDEN // 32),
+        "spread": rows_in * record + pairs_in * (size.hidden + size.hidden // 32) + labels,
         "return": 2 * pairs_in * wide,
         "sum": tokens * (TOP + 1) * wide,
     }
     dispatch, combine = group.wire()
     line: dict[str, object] = {"ranks": ranks, "tokens": tokens, "where": "one GPU"}
-    for name, size in moved.items():
+    line |= layout_of(size)
+    for name, nbytes in moved.items():
         line[f"{name} us"] = round(took[name], 1)
-        line[f"{name} GB/s"] = round(size / took[name] / 1e3)
-        line[f"{name} of copy"] = round(size / HBM * 1e6 / took[name], 2)
+        line[f"{name} GB/s"] = round(nbytes / took[name] / 1e3)
+        line[f"{name} of copy"] = round(nbytes / HBM * 1e6 / took[name], 2)
     for name in ("plan", "wait rows", "wait outputs"):
         line[f"{name} us"] = round(took[name], 1)
-    for name, size, parts in (
+    for name, nbytes, parts in (
         ("dispatch", dispatch, ("plan", "send", "wait rows", "spread")),
         ("combine", combine, ("return", "wait outputs", "sum")),
     ):
         line[f"{name} us"] = round(sum(took[part] for part in parts), 1)
-        line.update(bounds(name, size))
+        line.update(bounds(name, nbytes))
     return line
 
 
@@ -223,23 +236,25 @@ def show(lines: list[dict[str, object]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 128, 256, 1024, 4096])
+    parser.add_argument("--tokens", type=int, nargs="+", help="rows a rank")
+    parser.add_argument("--layout", choices=list(TOKENS), default="masked")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--put", action="store_true", help="puts, though memory could be mapped")
     parser.add_argument("--member", nargs=4)
     asked = parser.parse_args()
+    layout, counts = asked.layout, asked.tokens or TOKENS[asked.layout]
     if asked.member:
         rank, ranks, job, meeting = asked.member
-        member(int(rank), int(ranks), job, meeting, asked.tokens, asked.put)
+        member(int(rank), int(ranks), job, meeting, counts, asked.put, layout)
     if asked.tune:
         sweep(asked.ranks[-1])
     lines: list[dict[str, object]] = []
     for ranks in asked.ranks:
         if ranks <= torch.cuda.device_count():
-            lines += many_gpus(ranks, asked.tokens, asked.put)
+            lines += many_gpus(ranks, counts, asked.put, layout)
         else:
-            for tokens in asked.tokens:
-                lines.append(one_gpu(ranks, tokens, Tuning()))
+            for tokens in counts:
+                lines.append(one_gpu(ranks, tokens, layout))
                 torch.cuda.empty_cache()
     show(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -17,34 +18,52 @@ import torch  # noqa: E402 - the path is set above
 import torch.distributed as dist  # noqa: E402
 
 from pdmesh.kernels.expert_exchange import ExchangeSize  # noqa: E402
+from pdmesh.kernels.routing import ALIGNMENT  # noqa: E402
 from pdmesh.kernels.symmetric import NvshmemHeap, new_job_id  # noqa: E402
 from pdmesh.model.parallel.nvshmem import NvshmemExperts  # noqa: E402
 from pdmesh.model.parallel.placement import Placement  # noqa: E402
 from pdmesh.model.parallel.replicas import ReplicaTable  # noqa: E402
 
 HIDDEN, TOP, EXPERTS = 7168, 8, 256
+DEVICE = "cuda"
+TOKENS = {"masked": [16, 128, 256, 1024, 4096], "contiguous": [1024, 4096, 8192, 16384]}
+"""Rows a rank by layout: of decode steps and of a prefill."""
 HBM, NVLINK, NETWORK = 4.27e12, 380e9, 50e9
 """Bytes a second: a copy on an H200 (read and written), NVLink one way, InfiniBand 400 Gb/s."""
 
 
 def routed(tokens: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows, ids and weights of a rank."""
-    generator = torch.Generator("cuda").manual_seed(rank)
-    rows = torch.randn(tokens, HIDDEN, generator=generator, device="cuda").bfloat16()
-    scores = torch.rand(tokens, EXPERTS, generator=generator, device="cuda")
+    generator = torch.Generator(DEVICE).manual_seed(rank)
+    rows = torch.randn(tokens, HIDDEN, generator=generator, device=DEVICE).bfloat16()
+    scores = torch.rand(tokens, EXPERTS, generator=generator, device=DEVICE)
     ids = scores.topk(TOP, dim=1).indices
-    return rows, ids, torch.rand(tokens, TOP, generator=generator, device="cuda")
+    return rows, ids, torch.rand(tokens, TOP, generator=generator, device=DEVICE)
 
 
-def sized(ranks: int, tokens: int) -> ExchangeSize:
-    """Room for a third more rows an expert than there are on average."""
+def sized(ranks: int, tokens: int, layout: str) -> ExchangeSize:
+    """Room for a third more rows an expert than there are on average; of a rank for a tenth more,
+    and for what each of its experts may fill a block up with."""
+    slots = EXPERTS // ranks
+    if layout == "contiguous":
+        pairs = tokens * TOP
+        most = int(pairs * 1.1 + 6 * pairs**0.5) + slots * (ALIGNMENT - 1)
+        capacity = -(-most // ALIGNMENT) * ALIGNMENT
+        return ExchangeSize.contiguous(ranks, slots, tokens, HIDDEN, TOP, capacity)
     average = ranks * tokens * TOP / EXPERTS
     most = int(average * 1.33 + 6 * average**0.5 + 16)
-    return ExchangeSize(ranks, EXPERTS // ranks, tokens, HIDDEN, TOP, -(-most // 64) * 64)
+    return ExchangeSize(ranks, slots, tokens, HIDDEN, TOP, -(-most // 64) * 64)
+
+
+def layout_of(size: ExchangeSize) -> dict[str, object]:
+    """Its name, and its memory: rows in FP8 with scales and homes, and outputs in bfloat16."""
+    each = 3 * size.hidden + size.hidden // 32 + 4 + bool(size.align) * 4
+    name = "contiguous" if size.align else "masked"
+    return {"layout": name, "layout MiB": round(math.prod(size.layout) * each / 2**20)}
 
 
 def table(ranks: int) -> list[ReplicaTable]:
-    return [ReplicaTable.build(Placement.even(1, EXPERTS, ranks), 0, "cuda")]
+    return [ReplicaTable.build(Placement.even(1, EXPERTS, ranks), 0, DEVICE)]
 
 
 def bounds(name: str, size: int) -> dict[str, object]:
@@ -59,9 +78,11 @@ def bounds(name: str, size: int) -> dict[str, object]:
 class Member:
     """A rank with a GPU of its own."""
 
-    def __init__(self, rank: int, ranks: int, tokens: int, heap: NvshmemHeap, put: bool) -> None:
+    def __init__(
+        self, rank: int, ranks: int, tokens: int, heap: NvshmemHeap, put: bool, layout: str
+    ) -> None:
         self.rank = rank
-        self.size = sized(ranks, tokens)
+        self.size = sized(ranks, tokens, layout)
         mapped = [rank] if put else None
         self.end = NvshmemExperts(heap, table(ranks), self.size, mapped, lanes=1, timeout_s=20.0)
         self.rows, self.ids, self.weights = routed(tokens, rank)
@@ -134,7 +155,9 @@ class Member:
         return statistics.median(took[5:])
 
 
-def member(rank: int, ranks: int, job: str, meeting: str, tokens: list[int], put: bool) -> None:
+def member(
+    rank: int, ranks: int, job: str, meeting: str, tokens: list[int], put: bool, layout: str
+) -> None:
     """A process of `many_gpus`; rank 0 prints a line of JSON for each number of tokens."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -143,7 +166,7 @@ def member(rank: int, ranks: int, job: str, meeting: str, tokens: list[int], put
     heap = NvshmemHeap.join(bytes.fromhex(job), rank, ranks, device)
     nccl = dist.new_group(backend="nccl")
     for count in tokens:
-        here = Member(rank, ranks, count, heap, put)
+        here = Member(rank, ranks, count, heap, put, layout)
         dispatch, combine = here.times()
         times = torch.tensor([dispatch, combine, here.nccl(nccl)])
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
@@ -151,6 +174,7 @@ def member(rank: int, ranks: int, job: str, meeting: str, tokens: list[int], put
         steps = int(here.end.lanes[0].step)
         line: dict[str, object] = {
             "ranks": ranks, "tokens": count, "where": "put" if put else "mapped",
+            **layout_of(here.size),
         }  # fmt: skip
         for name, took in zip(("dispatch", "combine"), times.tolist(), strict=False):
             size = sent.total(name) // steps
@@ -167,7 +191,7 @@ def member(rank: int, ranks: int, job: str, meeting: str, tokens: list[int], put
     os._exit(0)
 
 
-def many_gpus(ranks: int, tokens: list[int], put: bool) -> list[dict[str, object]]:
+def many_gpus(ranks: int, tokens: list[int], put: bool, layout: str) -> list[dict[str, object]]:
     """Lines of the table, from processes with a GPU each."""
     job = new_job_id().hex()
     with tempfile.TemporaryDirectory() as folder:
@@ -178,6 +202,7 @@ def many_gpus(ranks: int, tokens: list[int], put: bool) -> list[dict[str, object
         }
         script = str(ROOT / "bench" / "ep.py")
         command = [sys.executable, "-P", script, "--tokens", *map(str, tokens)]
+        command += ["--layout", layout]
         command += ["--put"] if put else []
         processes = [
             subprocess.Popen(

@@ -1,8 +1,11 @@
 """What expert parallelism's dispatch and combine do to memory, in plain torch.
 
 Rows go out in FP8 (`quantise_rows`), to a rank once however many of its experts they are for, and
-land there expert by expert: the masked grouped layout. What the experts made of them comes back in
-bfloat16, one output an expert, to the row's home.
+land there expert by expert in one of the layouts of grouped products. Masked: every expert has room
+for `max_rows`, which suits the few rows of a decode step. Contiguous: an expert's rows begin where
+the block of 128 ends that has the last of the expert before, which suits a prefill's thousands,
+whoever they are for. What the experts made of them comes back in bfloat16, one output an expert, to
+the row's home.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from pdmesh.kernels.fp8 import BLOCK
 from pdmesh.kernels.quantised import Rows, new_scales, quantise_rows
+from pdmesh.kernels.routing import ALIGNMENT, contiguous_capacity
 
 OCCURRENCE_BITS = 20
 """Of a word that says where a row goes: below the slot, the row's number among its source's rows
@@ -32,8 +36,9 @@ class ExchangeSize:
         tokens: T, the most rows that one rank sends.
         hidden: h, a multiple of 128.
         top_k: k, choices of a row.
-        max_rows: rows that an expert can take. A step that brings more is an error, never a loss
-            that nobody sees.
+        max_rows: rows that an expert can take in the masked layout; 0 in the other. A step that
+            brings more is an error, never a loss that nobody sees.
+        capacity: rows of the contiguous layout, padding included; 0 in the masked one. Likewise.
 
     Raises:
         ValueError: a size that the formats cannot hold.
@@ -45,6 +50,16 @@ class ExchangeSize:
     hidden: int
     top_k: int
     max_rows: int
+    capacity: int = 0
+
+    @staticmethod
+    def contiguous(
+        ranks: int, slots: int, tokens: int, hidden: int, top_k: int, capacity: int | None = None
+    ) -> ExchangeSize:
+        """With the contiguous layout; `capacity` None: room for whatever the gates may choose."""
+        if capacity is None:
+            capacity = contiguous_capacity(ranks * tokens, min(top_k, slots), slots)
+        return ExchangeSize(ranks, slots, tokens, hidden, top_k, 0, capacity)
 
     def __post_init__(self) -> None:
         if self.hidden % BLOCK or self.hidden <= 0:
@@ -53,8 +68,30 @@ class ExchangeSize:
             raise ValueError(f"{self.tokens} rows of a rank: 1 to {(1 << OCCURRENCE_BITS) - 1}")
         if not 0 < self.slots < 1 << (31 - OCCURRENCE_BITS):
             raise ValueError(f"{self.slots} experts a rank: 1 to 2,047")
-        if self.ranks * self.tokens * self.top_k >= 1 << 31:
+        if self.ranks * self.tokens * self.top_k + self.slots * ALIGNMENT >= 1 << 31:
             raise ValueError("ranks x tokens x choices must fit 31 bits")
+        if self.max_rows < 0 or (self.max_rows > 0) == (self.capacity != 0):
+            raise ValueError(
+                f"room for {self.max_rows} rows an expert and for {self.capacity} of all: one of "
+                "the layouts has room, the other none"
+            )
+        if self.capacity % ALIGNMENT or not 0 <= self.capacity < 1 << 31:
+            raise ValueError(f"{self.capacity} rows of all experts: a multiple of {ALIGNMENT}")
+
+    @property
+    def align(self) -> int:
+        """Rows of a block of the contiguous layout; 0 in the masked one."""
+        return ALIGNMENT if self.capacity else 0
+
+    @property
+    def room(self) -> int:
+        """Rows of all experts together in the contiguous layout, of one in the masked one."""
+        return self.capacity or self.max_rows
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """The layout's shape before the columns: (slots, max_rows) or (capacity,)."""
+        return (self.capacity,) if self.capacity else (self.slots, self.max_rows)
 
     @property
     def record(self) -> int:
@@ -99,15 +136,40 @@ class Arrived(NamedTuple):
     homes: Tensor
 
 
-def new_arrived(size: ExchangeSize, device: torch.device | str) -> Arrived:
-    """Empty memory for an `Arrived`."""
-    shape = (size.slots, size.max_rows)
-    values = torch.empty((*shape, size.hidden), dtype=torch.float8_e4m3fn, device=device)
-    scales = new_scales(*shape, size.hidden // BLOCK, device=device)
+class ArrivedContiguous(NamedTuple):
+    """The rows for the experts of a rank, one expert's behind the other's.
+
+    Attributes:
+        rows: `Rows` [capacity, h]. An expert's begin at a multiple of 128; what lies between them
+            and behind them all is undefined, and may be NaN: no result depends on it.
+        counts: [slots] int32.
+        homes: [capacity] int32, as in `Arrived`; undefined where there is no row.
+        row_expert: [capacity] int32, the slot of each row, -1 where there is none: what contiguous
+            grouped products take. They skip a block of 128 that begins with -1, and compute one
+            that has rows whole; outputs of its padding go nowhere.
+        used: [1] int32, rows up to the end of the last block that has any.
+    """
+
+    rows: Rows
+    counts: Tensor
+    homes: Tensor
+    row_expert: Tensor
+    used: Tensor
+
+
+AnyArrived = Arrived | ArrivedContiguous
+
+
+def new_arrived(size: ExchangeSize, device: torch.device | str) -> AnyArrived:
+    """Empty memory for what arrives, in the layout of `size`."""
+    values = torch.empty((*size.layout, size.hidden), dtype=torch.float8_e4m3fn, device=device)
+    rows = Rows(values, new_scales(*size.layout, size.hidden // BLOCK, device=device))
     counts = torch.zeros(size.slots, dtype=torch.int32, device=device)
-    return Arrived(
-        Rows(values, scales), counts, torch.empty(shape, dtype=torch.int32, device=device)
-    )
+    homes = torch.empty(size.layout, dtype=torch.int32, device=device)
+    if not size.capacity:
+        return Arrived(rows, counts, homes)
+    row_expert = torch.full_like(homes, -1)
+    return ArrivedContiguous(rows, counts, homes, row_expert, torch.zeros_like(counts[:1]))
 
 
 def arrive(
@@ -115,7 +177,7 @@ def arrive(
     choices: Sequence[tuple[Tensor, Tensor]],
     rank: int,
     size: ExchangeSize,
-) -> Arrived:
+) -> AnyArrived:
     """What rank `rank` gets of everybody's rows.
 
     Args:
@@ -126,37 +188,65 @@ def arrive(
         An expert's rows are in the order of their homes, and of one home in the order of rows.
 
     Raises:
-        ValueError: an expert has more than `max_rows`.
+        ValueError: they are more than there is room for.
     """
     arrived = new_arrived(size, rows[0].device)
-    filled = [0] * size.slots
-    for home, (own, (ranks, slots)) in enumerate(zip(rows, choices, strict=True)):
-        values, scales = quantise_rows(own)
-        for row, choice in (ranks == rank).nonzero().tolist():
-            slot = int(slots[row, choice])
-            if filled[slot] == size.max_rows:
-                raise ValueError(f"slot {slot} gets more than {size.max_rows} rows")
-            at = (slot, filled[slot])
-            arrived.rows.values[at], arrived.rows.scales[at] = values[row], scales[row]
-            arrived.homes[at] = (home * size.tokens + row) * size.top_k + choice
-            filled[slot] += 1
-    arrived.counts.copy_(torch.tensor(filled))
+    quantised = [quantise_rows(own) for own in rows]
+    values = torch.cat([own.values.view(torch.uint8) for own in quantised])
+    scales = torch.cat([own.scales for own in quantised])
+    firsts = [sum(own.shape[0] for own in rows[:home]) for home in range(len(rows))]
+    found = []
+    for home, (ranks, slots) in enumerate(choices):
+        row, choice = (ranks == rank).nonzero(as_tuple=True)
+        back = (home * size.tokens + row) * size.top_k + choice
+        found.append(torch.stack([slots[row, choice], firsts[home] + row, back]))
+    slot, row, back = torch.cat(found, dim=1)
+    order = slot.argsort(stable=True)
+    slot, row, back = slot[order], row[order], back[order]
+    counts = torch.bincount(slot, minlength=size.slots)
+    begins = counts.cumsum(0) - counts
+    place = torch.arange(len(slot), device=slot.device) - begins[slot]
+    padded = -(-counts // ALIGNMENT) * ALIGNMENT
+    need = int(padded.sum() if size.capacity else counts.max())
+    if need > size.room:
+        raise ValueError(f"{need} rows; there is room for {size.room}")
+    at = ((padded.cumsum(0) - padded)[slot] + place,) if size.capacity else (slot, place)
+    arrived.rows.values.view(torch.uint8)[at] = values[row]
+    arrived.rows.scales[at] = scales[row]
+    arrived.homes[at] = back.int()
+    arrived.counts.copy_(counts)
+    if isinstance(arrived, ArrivedContiguous):
+        arrived.row_expert[at] = slot.int()
+        arrived.used.fill_(need)
     return arrived
 
 
+def places(arrived: AnyArrived) -> list[tuple[int | slice, ...]]:
+    """Where each slot's rows are, as an index of the layout; waits for the device."""
+    counts: list[int] = arrived.counts.tolist()
+    if isinstance(arrived, Arrived):
+        return [(slot, slice(0, count)) for slot, count in enumerate(counts)]
+    padded = [-(-count // ALIGNMENT) * ALIGNMENT for count in counts]
+    begins = [sum(padded[:slot]) for slot in range(len(counts))]
+    return [(slice(at, at + count),) for at, count in zip(begins, counts, strict=True)]
+
+
 def come_back(
-    outputs: Sequence[Tensor], arrived: Sequence[Arrived], home: int, rows: int, size: ExchangeSize
+    outputs: Sequence[Tensor],
+    arrived: Sequence[AnyArrived],
+    home: int,
+    rows: int,
+    size: ExchangeSize,
 ) -> Tensor:
-    """The outputs [slots, max_rows, h] bfloat16 of all ranks at their home: [rows, k, h].
+    """The outputs [..., h] bfloat16 of all ranks at their home: [rows, k, h].
 
     A choice that is none gives zeros.
     """
     back = outputs[0].new_zeros((rows, size.top_k, size.hidden))
     each = size.tokens * size.top_k
     for made, there in zip(outputs, arrived, strict=True):
-        for slot, count in enumerate(there.counts.tolist()):
-            homes = there.homes[slot, :count].long()
+        for at in places(there):
+            homes = there.homes[at].long()
             mine = homes // each == home
-            at = homes[mine] % each
-            back.view(-1, size.hidden)[at] = made[slot, :count][mine]
+            back.view(-1, size.hidden)[homes[mine] % each] = made[at][mine]
     return back

@@ -14,9 +14,17 @@ import time
 
 import torch
 import torch.distributed as dist
-from symmetric_rig import channel, experts_made, inputs, routing, same_bits, scattered
+from symmetric_rig import (
+    channel,
+    experts_made,
+    inputs,
+    layout_differs,
+    routing,
+    same_bits,
+    scattered,
+)
 
-from pdmesh.kernels.expert_exchange import ExchangeSize, arrive
+from pdmesh.kernels.expert_exchange import ArrivedContiguous, ExchangeSize, arrive
 from pdmesh.kernels.moe import weighted_sum
 from pdmesh.kernels.quantised import dequantise_rows, quantise_rows
 from pdmesh.kernels.symmetric import NvshmemHeap
@@ -31,7 +39,8 @@ TRACE = "EP_TRACE" in os.environ
 
 
 class Peer:
-    """A rank; `path` says how rows go to others: "mapped" or "put"."""
+    """A rank; `path` says how rows go to others: "mapped" or "put"; `layout`, how they lie there:
+    "masked" or "contiguous"."""
 
     def __init__(self, heap: NvshmemHeap) -> None:
         self.heap = heap
@@ -59,20 +68,31 @@ class Peer:
         torch.cuda.synchronize()
         dist.barrier()
 
-    def end(self, path: str, tokens: int, hidden: int, max_rows: int, seed: int):
+    def end(
+        self,
+        path: str,
+        tokens: int,
+        hidden: int,
+        max_rows: int,
+        seed: int,
+        layout: str = "masked",
+    ):
         if path == "put" and not self.linked:
             # Linking the library in takes seconds, and here no rank waits for another's rows.
             self.linked = True
             ranks = self.heap.size
             assert self.layout("put", "balanced", [1] * ranks, 128, 0) == "right"
-        key = f"{path} {tokens} {hidden} {max_rows} {seed}"
+        key = f"{path} {tokens} {hidden} {max_rows} {seed} {layout}"
         if key not in self.ends:
             ranks = self.heap.size
             placement = (
                 Placement.even(1, EXPERTS, ranks) if seed == 0 else scattered(ranks, EXPERTS, seed)
             )
-            size = ExchangeSize(
-                ranks, max(map(len, placement.layers[0])), tokens, hidden, TOP, max_rows
+            most = max(map(len, placement.layers[0]))
+            size = (
+                ExchangeSize.contiguous(ranks, most, tokens, hidden, TOP)
+                if layout == "contiguous"
+                else ExchangeSize(ranks, most, tokens, hidden, TOP, max_rows)
             )
             tables = [ReplicaTable.build(placement, 0, self.heap.device)]
             mapped = None if path == "mapped" else [self.heap.rank]
@@ -94,15 +114,26 @@ class Peer:
         back[~real] = 0
         return weighted_sum(back, weights.masked_fill(~real, 0.0))
 
-    def layout(self, path: str, kind: str, counts: list[int], hidden: int, seed: int) -> str:
+    def layout(
+        self,
+        path: str,
+        kind: str,
+        counts: list[int],
+        hidden: int,
+        seed: int,
+        layout: str = "masked",
+    ) -> str:
         """One exchange with a meeting between its parts; all that arrives is looked at."""
-        end, table, size = self.end(path, max(counts), hidden, 8 * sum(counts), seed)
+        end, table, size = self.end(path, max(counts), hidden, 8 * sum(counts), seed, layout)
         rank = self.heap.rank
         rows, ids, weights = inputs(size, counts, kind, EXPERTS, seed + 1, "cuda")
         lane = end.lanes[0]
         lane.arrived.rows.values.view(torch.uint8).fill_(0x7F)
         lane.arrived.rows.scales.fill_(float("nan"))
         lane.made.fill_(float("nan"))
+        if isinstance(lane.arrived, ArrivedContiguous):
+            lane.arrived.homes.fill_(-7)
+            lane.arrived.row_expert.fill_(-7)
         self.meet()
         sent = end.dispatch_send(channel(1), 0, rows[rank], ids[rank])
         self.meet()
@@ -121,26 +152,28 @@ class Peer:
             to[0][real], to[1][real] = chosen[0][:, 0], chosen[1][:, 0]
             choices.append(to)
         want = arrive(rows, choices, rank, size)
-        if lane.arrived.counts.tolist() != want.counts.tolist():
-            return f"counts {lane.arrived.counts.tolist()} {want.counts.tolist()}"
-        for slot, count in enumerate(want.counts.tolist()):
-            for name, mine, theirs in (
-                ("values", lane.arrived.rows.values, want.rows.values),
-                ("scales", lane.arrived.rows.scales, want.rows.scales),
-                ("homes", lane.arrived.homes, want.homes),
-            ):
-                if not same_bits(mine[slot, :count], theirs[slot, :count]):
-                    return f"{name} of slot {slot} differ"
+        if wrong := layout_differs(lane.arrived, want):
+            return wrong
         if not same_bits(found, self.wanted(table, rows[rank], ids[rank], weights[rank])):
             return "sums differ"
         return "right"
 
     def stream(
-        self, path: str, kind: str, tokens: int, hidden: int, steps: int, seed: int, graph: bool
+        self,
+        path: str,
+        kind: str,
+        tokens: int,
+        hidden: int,
+        steps: int,
+        seed: int,
+        graph: bool,
+        layout: str = "masked",
     ) -> str:
         """Exchanges without a meeting, other rows each time; checked on the device."""
         ranks, rank = self.heap.size, self.heap.rank
-        end, table, size = self.end(path, tokens, hidden, min(8 * tokens, 4096) * ranks, seed)
+        end, table, size = self.end(
+            path, tokens, hidden, min(8 * tokens, 4096) * ranks, seed, layout
+        )
         generator = torch.Generator("cuda").manual_seed(100 * seed + rank)
         counts = torch.randint(
             0, tokens + 1, (steps,), generator=torch.Generator().manual_seed(rank)

@@ -1,4 +1,4 @@
-"""One small exchange of ranks in one process on the device, for compute-sanitizer to look at.
+"""Small exchanges of ranks in one process on the device, for compute-sanitizer to look at.
 
 compute-sanitizer --tool racecheck python -P tests/ep_sanitised.py
 """
@@ -15,9 +15,10 @@ from symmetric_rig import Group, inputs, scattered  # noqa: E402
 from pdmesh.kernels.expert_exchange import ExchangeSize  # noqa: E402
 
 placement = scattered(3, 8, seed=3)
-size = ExchangeSize(3, max(map(len, placement.layers[0])), 6, 1024, 4, 64)
-group = Group(placement, size, "cuda")
-for step, counts in enumerate(((6, 0, 3), (1, 6, 6))):
-    group.check(*inputs(size, counts, "padded", 8, step, "cuda"))
+of_all = 3, max(map(len, placement.layers[0])), 6, 1024, 4
+for size in (ExchangeSize(*of_all, 64), ExchangeSize.contiguous(*of_all)):
+    group = Group(placement, size, "cuda")
+    for step, counts in enumerate(((6, 0, 3), (1, 6, 6))):
+        group.check(*inputs(group.size, counts, "padded", 8, step, "cuda"))
 torch.cuda.synchronize()
 sys.stdout.write("right\n")

@@ -6,7 +6,13 @@ import random
 
 import torch
 
-from pdmesh.kernels.expert_exchange import ExchangeSize, arrive, come_back
+from pdmesh.kernels.expert_exchange import (
+    ArrivedContiguous,
+    ExchangeSize,
+    arrive,
+    come_back,
+    places,
+)
 from pdmesh.kernels.moe import weighted_sum
 from pdmesh.kernels.symmetric import in_process_heaps
 from pdmesh.model.parallel.exchange import Channel
@@ -45,11 +51,38 @@ def routing(kind: str, count: int, experts: int, top: int, seed: int, device="cp
 
 
 def experts_made(arrived, rank: int):
-    """What stands in for the experts: bfloat16 numbers from a row, its slot and its rank."""
-    slots = arrived.counts.shape[0]
-    factor = 1 + torch.arange(slots, device=arrived.counts.device) + 0.5 * rank
+    """What stands in for the experts: bfloat16 numbers from a row, its slot and its rank.
+
+    In the contiguous layout there is NaN where there is no row.
+    """
+    if isinstance(arrived, ArrivedContiguous):
+        slot = arrived.row_expert.float().masked_fill(arrived.row_expert < 0, torch.nan)[:, None]
+    else:
+        slots = arrived.counts.shape[0]
+        slot = torch.arange(slots, device=arrived.counts.device)[:, None, None]
     scales = arrived.rows.scales.repeat_interleave(128, dim=-1)
-    return (arrived.rows.values.float() * scales * factor[:, None, None]).to(torch.bfloat16)
+    wide = arrived.rows.values.float() * scales
+    return (wide * (1 + slot + 0.5 * rank)).to(torch.bfloat16)
+
+
+def layout_differs(found, want) -> str | None:
+    """What of an arrival is not the definition's, bit for bit; None if all of it is."""
+    if found.counts.tolist() != want.counts.tolist():
+        return f"counts {found.counts.tolist()}, not {want.counts.tolist()}"
+    if isinstance(want, ArrivedContiguous):
+        if not torch.equal(found.row_expert, want.row_expert):
+            return "the rows' experts differ"
+        if found.used.tolist() != want.used.tolist():
+            return f"{found.used.tolist()} rows are used, not {want.used.tolist()}"
+    for slot, at in enumerate(places(want)):
+        for name, mine, theirs in (
+            ("values", found.rows.values, want.rows.values),
+            ("scales", found.rows.scales, want.rows.scales),
+            ("homes", found.homes, want.homes),
+        ):
+            if not same_bits(mine[at], theirs[at]):
+                return f"{name} of slot {slot} differ"
+    return None
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -113,6 +146,9 @@ class Group:
             lane.arrived.rows.values.view(torch.uint8).fill_(0x7F)
             lane.arrived.rows.scales.fill_(float("nan"))
             lane.arrived.homes.fill_(-7)
+            if isinstance(lane.arrived, ArrivedContiguous):
+                lane.arrived.row_expert.fill_(-7)
+                lane.arrived.used.fill_(-7)
             lane.made.fill_(float("nan"))
 
     def expected(self, rows, ids, weights, rank):
@@ -130,15 +166,7 @@ class Group:
         made = [experts_made(there, r) for r, there in enumerate(wanted)]
         for rank, want in enumerate(wanted):
             self.ends[rank].check()
-            found = received[rank].arrived
-            assert found.counts.tolist() == want.counts.tolist()
-            for slot, count in enumerate(want.counts.tolist()):
-                for mine, theirs in (
-                    (found.rows.values, want.rows.values),
-                    (found.rows.scales, want.rows.scales),
-                    (found.homes, want.homes),
-                ):
-                    assert same_bits(mine[slot, :count], theirs[slot, :count])
+            assert layout_differs(received[rank].arrived, want) is None
             back = come_back(made, wanted, rank, rows[rank].shape[0], self.size)
             scaled = weights[rank].masked_fill(ids[rank] < 0, 0.0)
             if rows[rank].shape[0]:
@@ -157,3 +185,76 @@ def inputs(size: ExchangeSize, counts, kind, experts, seed, device="cpu"):
         shape = (count, size.top_k)
         weights.append(torch.rand(shape, generator=generator, device=device))
     return rows, ids, weights
+
+
+class Walk:
+    """Ranks at their own pace: each runs the parts of its exchanges once their waits would end.
+
+    A part may run before others have run theirs of the same or of the exchange before.
+    """
+
+    def __init__(self, seed, sized, experts, exchanges=3, ranks=3):
+        self.rng = random.Random(seed)
+        placement = scattered(ranks, experts, seed)
+        self.group = Group(placement, sized(placement))
+        self.ranks, self.exchanges = ranks, exchanges
+        counts = [[self.rng.choice([0, 0, 1, 5]) for _ in range(ranks)] for _ in range(exchanges)]
+        self.data = [
+            inputs(self.group.size, row, "balanced", experts, seed + 50 * i)
+            for i, row in enumerate(counts)
+        ]
+        self.choices = [self.group.choices(ids) for _, ids, _ in self.data]
+        self.at = [0] * ranks
+        self.state = [None] * ranks
+        self.sums = {}
+
+    def ready(self, rank):
+        exchange, part = divmod(self.at[rank], 4)
+        if exchange == self.exchanges:
+            return False
+        done = [4 * exchange] * self.ranks
+        if part == 1:
+            return all(at > begun for at, begun in zip(self.at, done, strict=True))
+        if part == 3:
+            asked = set(self.choices[exchange][rank][0].flatten().tolist())
+            return all(self.at[peer] > 4 * exchange + 2 for peer in asked)
+        return True
+
+    def run(self, rank):
+        exchange, part = divmod(self.at[rank], 4)
+        rows, ids, weights = self.data[exchange]
+        end = self.group.ends[rank]
+        match part:
+            case 0:
+                self.state[rank] = end.dispatch_send(channel(exchange), 0, rows[rank], ids[rank])
+            case 1:
+                self.state[rank] = (self.state[rank], end.dispatch_recv(self.state[rank]))
+            case 2:
+                handle, received = self.state[rank]
+                made = experts_made(received.arrived, rank)
+                self.state[rank] = end.combine_send(handle, received, made)
+            case 3:
+                self.sums[exchange, rank] = end.combine_recv(self.state[rank], weights[rank])
+        end.check()
+        self.at[rank] += 1
+
+    def wanted(self, exchange, rank):
+        rows, _, weights = self.data[exchange]
+        size, choices = self.group.size, self.choices[exchange]
+        arrived = [arrive(rows, choices, r, size) for r in range(self.ranks)]
+        made = [experts_made(there, r) for r, there in enumerate(arrived)]
+        back = come_back(made, arrived, rank, rows[rank].shape[0], size)
+        return weighted_sum(back, weights[rank])
+
+    def go(self):
+        """Whether all sums are right. A rank is favoured for a while: others fall behind."""
+        favoured, left = 0, 0
+        while ready := [rank for rank in range(self.ranks) if self.ready(rank)]:
+            if not left:
+                favoured, left = self.rng.randrange(self.ranks), self.rng.randint(1, 8)
+            left -= 1
+            self.run(favoured if favoured in ready else self.rng.choice(ready))
+        assert self.at == [4 * self.exchanges] * self.ranks
+        return all(
+            same_bits(found, self.wanted(*key)) for key, found in self.sums.items() if len(found)
+        )

@@ -8,10 +8,9 @@ import pytest
 import torch
 from model_cases import tiny_model
 from parallel_rig import MOE_LAYERS, WIDE, a_step
-from symmetric_rig import Group, channel, experts_made, inputs, same_bits, scattered
+from symmetric_rig import Group, Walk, channel, experts_made, inputs, same_bits, scattered
 
-from pdmesh.kernels.expert_exchange import ExchangeSize, arrive, come_back
-from pdmesh.kernels.moe import weighted_sum
+from pdmesh.kernels.expert_exchange import ExchangeSize
 from pdmesh.kernels.symmetric import in_process_heaps
 from pdmesh.model.parallel.exchange import RankLost
 from pdmesh.model.parallel.groups import Groups
@@ -65,88 +64,15 @@ def test_random_placements_batches_and_widths_equal_the_definition(seed):
         group.check(*inputs(size, counts, kind, 16, seed + 1000 * step))
 
 
-class Walk:
-    """Ranks at their own pace: each runs the parts of its exchanges once their waits would end.
-
-    A part may run before others have run theirs of the same or of the exchange before.
-    """
-
-    def __init__(self, seed, exchanges=3, ranks=3):
-        self.rng = random.Random(seed)
-        placement = scattered(ranks, EXPERTS, seed)
-        self.group = Group(placement, sized(placement))
-        self.ranks, self.exchanges = ranks, exchanges
-        counts = [[self.rng.choice([0, 0, 1, 5]) for _ in range(ranks)] for _ in range(exchanges)]
-        self.data = [
-            inputs(self.group.size, row, "balanced", EXPERTS, seed + 50 * i)
-            for i, row in enumerate(counts)
-        ]
-        self.choices = [self.group.choices(ids) for _, ids, _ in self.data]
-        self.at = [0] * ranks
-        self.state = [None] * ranks
-        self.sums = {}
-
-    def ready(self, rank):
-        exchange, part = divmod(self.at[rank], 4)
-        if exchange == self.exchanges:
-            return False
-        done = [4 * exchange] * self.ranks
-        if part == 1:
-            return all(at > begun for at, begun in zip(self.at, done, strict=True))
-        if part == 3:
-            asked = set(self.choices[exchange][rank][0].flatten().tolist())
-            return all(self.at[peer] > 4 * exchange + 2 for peer in asked)
-        return True
-
-    def run(self, rank):
-        exchange, part = divmod(self.at[rank], 4)
-        rows, ids, weights = self.data[exchange]
-        end = self.group.ends[rank]
-        match part:
-            case 0:
-                self.state[rank] = end.dispatch_send(channel(exchange), 0, rows[rank], ids[rank])
-            case 1:
-                self.state[rank] = (self.state[rank], end.dispatch_recv(self.state[rank]))
-            case 2:
-                handle, received = self.state[rank]
-                made = experts_made(received.arrived, rank)
-                self.state[rank] = end.combine_send(handle, received, made)
-            case 3:
-                self.sums[exchange, rank] = end.combine_recv(self.state[rank], weights[rank])
-        end.check()
-        self.at[rank] += 1
-
-    def wanted(self, exchange, rank):
-        rows, _, weights = self.data[exchange]
-        size, choices = self.group.size, self.choices[exchange]
-        arrived = [arrive(rows, choices, r, size) for r in range(self.ranks)]
-        made = [experts_made(there, r) for r, there in enumerate(arrived)]
-        back = come_back(made, arrived, rank, rows[rank].shape[0], size)
-        return weighted_sum(back, weights[rank])
-
-    def go(self):
-        """Whether all sums are right. A rank is favoured for a while: others fall behind."""
-        favoured, left = 0, 0
-        while ready := [rank for rank in range(self.ranks) if self.ready(rank)]:
-            if not left:
-                favoured, left = self.rng.randrange(self.ranks), self.rng.randint(1, 8)
-            left -= 1
-            self.run(favoured if favoured in ready else self.rng.choice(ready))
-        assert self.at == [4 * self.exchanges] * self.ranks
-        return all(
-            same_bits(found, self.wanted(*key)) for key, found in self.sums.items() if len(found)
-        )
-
-
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_ranks_that_run_ahead_overwrite_nothing_that_others_still_read(seed):
-    assert Walk(seed).go()
+    assert Walk(seed, sized, EXPERTS).go()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(100, 130))
 def test_ranks_at_any_pace_get_the_same_sums(seed):
-    assert Walk(seed, exchanges=6, ranks=random.Random(seed).choice([2, 3, 4])).go()
+    assert Walk(seed, sized, EXPERTS, exchanges=6, ranks=random.Random(seed).choice([2, 3, 4])).go()
 
 
 def test_two_microbatches_are_in_flight_at_once():

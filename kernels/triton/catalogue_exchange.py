@@ -14,10 +14,14 @@ _SEND = "*bf16! *i64! *i32! *i32! *i32! *i64! *i64! *i64! i32! i32! i32! i32!"
 _SPREAD = "i64! *i32! *i32! *i32! *fp32! *i32! *i64! i32! i32! i32! i32! i32!"
 _RETURN = "*bf16! *i32! *i32! *i64! *i64! i32! i32!"
 _SUM = "*bf16! *i64! *fp32! *bf16! i32!"
-_WAIT_ROWS = "*i64! *i64! *i32! *i64! *i64! *i32! *i32! *i64! *i32! *i32! *i32! *i64! i32! i64"
+_WAIT_ROWS = (
+    "*i64! *i64! *i32! *i64! *i64! *i32! *i32! *i64! *i32! *i32! *i32! *i32! *i64! i32! i64"
+)
 _WAIT_OUTPUTS = "*i64! *i64! *i32! *i64! *i32! *i32! i64"
 _PUT_ROWS = "i64 i64 i64 i64 i64 i64 *i32! *i32! *i64! i32 i32 i32 i32 i32 i32 i32 i32"
-_PUT_OUTPUTS = "i64 *i32! *i32! i64 i64 *i32! i32 i32 i32 i32 i32"
+_PUT_OUTPUTS = "i64 *i32! *i32! i64 i64 *i32! i32 i32 i32 i32 i32 i32"
+_LABEL = "*i32! *i32!"
+_PADDED = {"RANKS_P2": 8, "SLOTS_P2": 32}
 _ROW = {"TOP": 8, "HIDDEN": 7168, "RECORD": 7392, "PART": 1024}
 
 EXCHANGE = (
@@ -39,14 +43,24 @@ EXCHANGE = (
         {"num_warps": 8},
     ),
     Entry("ep_dispatch", "send_kernel", _SEND, {"RANKS": 8, **_ROW, "RANKS_P2": 8, "TOP_P2": 8}),
-    Entry(
-        "ep_dispatch", "spread_kernel", _SPREAD, {"RANKS": 8, "SLOTS": 32, **_ROW, "RANKS_P2": 8}
+    *(
+        Entry(
+            "ep_dispatch",
+            "spread_kernel",
+            _SPREAD,
+            {"RANKS": 8, "SLOTS": 32, **_ROW, "RANKS_P2": 8, "CONTIGUOUS": contiguous},
+        )
+        for contiguous in (False, True)
     ),
-    Entry(
-        "ep_combine",
-        "return_kernel",
-        _RETURN,
-        {"RANKS": 8, "SLOTS": 32, "HIDDEN": 7168, "PART": 1024, "RANKS_P2": 8, "SLOTS_P2": 32},
+    Entry("ep_dispatch", "label_kernel", _LABEL, {"SLOTS": 32, "SLOTS_P2": 32, "ALIGN": 128}),
+    *(
+        Entry(
+            "ep_combine",
+            "return_kernel",
+            _RETURN,
+            {"RANKS": 8, "SLOTS": 32, "HIDDEN": 7168, "PART": 1024, **_PADDED, "ALIGN": align},
+        )
+        for align in (0, 128)
     ),
     Entry(
         "ep_combine",
@@ -55,11 +69,14 @@ EXCHANGE = (
         {"TOP": 8, "HIDDEN": 7168, "PART": 1024},
         {"enable_fp_fusion": False},
     ),
-    Entry(
-        "ep_wait",
-        "wait_rows_kernel",
-        _WAIT_ROWS,
-        {"RANKS": 8, "SLOTS": 32, "RANKS_P2": 8, "SLOTS_P2": 32, "CLOCK": True},
+    *(
+        Entry(
+            "ep_wait",
+            "wait_rows_kernel",
+            _WAIT_ROWS,
+            {"RANKS": 8, "SLOTS": 32, **_PADDED, "ALIGN": align, "CLOCK": True},
+        )
+        for align in (0, 128)
     ),
     Entry(
         "ep_wait",

@@ -9,19 +9,24 @@ import triton.language as tl
 @triton.jit
 def return_kernel(
     outputs, counts, homes, backs_at, returned_at, max_rows, each,
-    RANKS: tl.constexpr, SLOTS: tl.constexpr, HIDDEN: tl.constexpr,
-    PART: tl.constexpr, RANKS_P2: tl.constexpr, SLOTS_P2: tl.constexpr,
+    RANKS: tl.constexpr, SLOTS: tl.constexpr, HIDDEN: tl.constexpr, PART: tl.constexpr,
+    RANKS_P2: tl.constexpr, SLOTS_P2: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Writes outputs [SLOTS, max_rows, HIDDEN] bfloat16 to the mapped memory of the rows' homes.
+    """Writes outputs bfloat16 to the mapped memory of the rows' homes.
+
+    outputs [SLOTS, max_rows, HIDDEN] and homes [SLOTS, max_rows] if ALIGN is 0, else [rows, HIDDEN]
+    and [rows], a slot's from the multiple of ALIGN behind those of the slot before.
 
     backs_at [RANKS] int64: address of each home's [each, HIDDEN]; 0 where outputs are put instead.
-    homes [SLOTS, max_rows] int32: home * each + place there. A program signals each home once, at
-    its end.
+    A home, int32, is home * each + place there. A program signals each home once, at its end.
     """
     PARTS: tl.constexpr = HIDDEN // PART
     slot = tl.arange(0, SLOTS_P2)
     count = tl.load(counts + slot, mask=slot < SLOTS, other=0)
     end = tl.cumsum(count, 0)
+    if ALIGN:
+        padded = (count + ALIGN - 1) // ALIGN * ALIGN
+        starts = tl.cumsum(padded, 0) - padded
     total = tl.sum(count, 0)
     peers = tl.arange(0, RANKS_P2)
     done = tl.zeros([RANKS_P2], tl.int64)
@@ -31,7 +36,10 @@ def return_kernel(
         part = item % PARTS
         expert = tl.sum(((end <= row) & (slot < SLOTS)).to(tl.int32), 0)
         place = row - tl.max(tl.where((end <= row) & (slot < SLOTS), end, 0), 0)
-        at = (expert * max_rows + place).to(tl.int64)
+        if ALIGN:
+            at = (tl.sum(tl.where(slot == expert, starts, 0), 0) + place).to(tl.int64)
+        else:
+            at = (expert * max_rows + place).to(tl.int64)
         home = tl.load(homes + at)
         peer = home // each
         there = tl.load(backs_at + peer)

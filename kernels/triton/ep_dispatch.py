@@ -165,15 +165,16 @@ def send_kernel(
 
 @triton.jit
 def spread_kernel(
-    stage, ends, bases, values, scales, homes, step, max_rows, padded_rows, tokens, notes, inbox,
+    stage, ends, bases, values, scales, homes, step, room, padded_rows, tokens, notes, inbox,
     RANKS: tl.constexpr, SLOTS: tl.constexpr, TOP: tl.constexpr, HIDDEN: tl.constexpr,
-    RECORD: tl.constexpr, PART: tl.constexpr, RANKS_P2: tl.constexpr,
+    RECORD: tl.constexpr, PART: tl.constexpr, RANKS_P2: tl.constexpr, CONTIGUOUS: tl.constexpr,
 ):  # fmt: skip
     """Rows from the inboxes `stage` [2, RANKS, inbox] to each of their experts.
 
     ends [RANKS] int32: rows from the ranks up to each. bases [RANKS, SLOTS] int32: where a rank's
-    rows begin in an expert's. values [SLOTS, max_rows, HIDDEN] as int32 words, scales [SLOTS,
-    HIDDEN / 128, padded_rows] float32, homes [SLOTS, max_rows] int32.
+    rows begin in an expert's. values [SLOTS, room, HIDDEN] as int32 words, scales [SLOTS,
+    HIDDEN / 128, padded_rows] float32, homes [SLOTS, room] int32. CONTIGUOUS: the same without the
+    slots, and bases are rows of the whole layout.
     """
     parity = tl.load(step) % 2
     PARTS: tl.constexpr = HIDDEN // PART
@@ -202,10 +203,31 @@ def spread_kernel(
             if goes >= 0:
                 slot = goes >> BITS
                 place = tl.load(bases + source * SLOTS + slot) + (goes & LOW)
-                if place < max_rows:
-                    where = (slot * max_rows + place).to(tl.int64)
+                if place < room:
+                    if CONTIGUOUS:
+                        slot -= slot
+                    where = (slot * room + place).to(tl.int64)
                     tl.store(values + where * (HIDDEN // 4) + part * WORDS + word, packed)
                     first = (slot.to(tl.int64) * (HIDDEN // 128) + part * GROUPS) * padded_rows
                     tl.store(scales + first + group * padded_rows + place, scale)
                     if part == 0:
                         tl.store(homes + where, (source * tokens + home) * TOP + k)
+
+
+@triton.jit
+def label_kernel(
+    counts, row_expert, SLOTS: tl.constexpr, SLOTS_P2: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """One program a block of ALIGN rows of the contiguous layout: the slot of each, -1 for none.
+
+    counts [SLOTS] int32; row_expert [programs * ALIGN] int32. A block is one expert's or nobody's.
+    """
+    slot = tl.arange(0, SLOTS_P2)
+    count = tl.load(counts + slot, mask=slot < SLOTS, other=0)
+    padded = (count + ALIGN - 1) // ALIGN * ALIGN
+    end = tl.cumsum(padded, 0)
+    first = tl.program_id(0) * ALIGN
+    expert = tl.sum((end <= first).to(tl.int32), 0)
+    used = tl.sum(tl.where(slot == expert, end - padded + count, 0), 0)
+    row = first + tl.arange(0, ALIGN)
+    tl.store(row_expert + row, tl.where(row < used, expert, -1))

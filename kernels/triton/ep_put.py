@@ -24,7 +24,7 @@ SET: tl.constexpr = tl.constexpr(SIGNAL_SET)
 ADD: tl.constexpr = tl.constexpr(SIGNAL_ADD)
 ROWS = ["outbox", "outcounts", "stage", "there", "tags", "arrived", "me", "chunks", "ranks"]
 ROWS += ["slots", "note", "record", "notes", "inbox"]
-OUTPUTS = ["outputs", "back", "returned", "max_rows", "me", "slots", "each", "hidden"]
+OUTPUTS = ["outputs", "back", "returned", "max_rows", "align", "me", "slots", "each", "hidden"]
 """Arguments whose values make no other kernel: the device library takes long to compile in."""
 
 
@@ -72,21 +72,25 @@ def put_rows_kernel(
 @requires_nvshmem
 @triton.jit(do_not_specialize=OUTPUTS)
 def put_outputs_kernel(
-    outputs, counts, homes, back, returned, puts, max_rows, me, slots, each, hidden,
+    outputs, counts, homes, back, returned, puts, max_rows, align, me, slots, each, hidden,
     SLOTS_P2: tl.constexpr,
 ):  # fmt: skip
-    """One put an output: outputs [slots, max_rows, hidden] bfloat16, in symmetric memory.
+    """One put an output: outputs bfloat16, in symmetric memory, in either layout.
 
-    back and returned are addresses in the own block, as above.
+    [slots, max_rows, hidden] if align is 0, else [rows, hidden], see `return_kernel`. back and
+    returned are addresses in the own block, as above.
     """
     slot = tl.arange(0, SLOTS_P2)
     count = tl.load(counts + slot, mask=slot < slots, other=0)
     end = tl.cumsum(count, 0)
     total = tl.sum(count, 0)
+    block = tl.maximum(align, 1)
+    padded = (count + block - 1) // block * block
+    begin = tl.where(align > 0, tl.cumsum(padded, 0) - padded, slot * max_rows)
     for row in range(tl.program_id(0), total, tl.num_programs(0)):
         expert = tl.sum(((end <= row) & (slot < slots)).to(tl.int32), 0)
         place = row - tl.max(tl.where((end <= row) & (slot < slots), end, 0), 0)
-        at = (expert * max_rows + place).to(tl.int64)
+        at = (tl.sum(tl.where(slot == expert, begin, 0), 0) + place).to(tl.int64)
         home = tl.load(homes + at)
         peer = home // each
         if tl.load(puts + peer) != 0:

@@ -23,18 +23,20 @@ def _clock(CLOCK: tl.constexpr):
 
 @triton.jit
 def wait_rows_kernel(
-    tags, arrived, there, seen, units, members, lost, sent_back, ends, bases, counts, step,
-    max_rows, bound, RANKS: tl.constexpr, SLOTS: tl.constexpr, RANKS_P2: tl.constexpr,
-    SLOTS_P2: tl.constexpr, CLOCK: tl.constexpr,
+    tags, arrived, there, seen, units, members, lost, sent_back, ends, bases, counts, used, step,
+    room, bound, RANKS: tl.constexpr, SLOTS: tl.constexpr, RANKS_P2: tl.constexpr,
+    SLOTS_P2: tl.constexpr, ALIGN: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     """Waits until the rows of a dispatch are here, and lays them out.
 
     In symmetric memory: tags, arrived [2, RANKS] int64, there [2, RANKS, SLOTS] int32. seen
     [2, RANKS] int64: signals counted so far; units [RANKS] int64: signals a row. members [RANKS]
     int32: whom to wait for. Writes ends [RANKS], bases [RANKS, SLOTS] and counts [SLOTS] int32, see
-    `spread_kernel`; adds outputs that will go back to sent_back [RANKS] int64. Of lost [RANKS + 1]
-    int32 a rank's becomes 1 if it did not send, and the last the most rows of an expert if that is
-    more than max_rows. bound: nanoseconds, or polls without a clock.
+    `spread_kernel`; adds outputs that will go back to sent_back [RANKS] int64. ALIGN is 0 for the
+    masked layout, where an expert has `room` rows; for the contiguous one experts begin at its
+    multiples, all have `room` together, and used [1] int32 is what they need. Of lost [RANKS + 1]
+    int32 a rank's becomes 1 if it did not send, and the last the rows that there would have to be
+    room for if there is not. bound: nanoseconds, or polls without a clock.
     """
     number = tl.load(step)
     parity = number % 2
@@ -72,14 +74,23 @@ def wait_rows_kernel(
     real = ready[:, None] & (slot < SLOTS)[None, :]
     each = tl.load(there + parity * RANKS * SLOTS + at, mask=real, other=0)
     base = tl.cumsum(each, 0) - each
+    count = tl.sum(each, 0)
+    if ALIGN:
+        padded = (count + ALIGN - 1) // ALIGN * ALIGN
+        begin = tl.cumsum(padded, 0) - padded
+        base += begin[None, :]
+        need = tl.sum(padded, 0)
+        tl.store(used, tl.minimum(need, room))
+        count = tl.minimum(count, tl.maximum(room - begin, 0))
+    else:
+        need = tl.max(count, 0)
+        count = tl.minimum(count, room)
     tl.store(bases + at, base, mask=inside[:, None] & (slot < SLOTS)[None, :])
     pairs = tl.sum(each, 1).to(tl.int64)
     tl.store(sent_back + rank, tl.load(sent_back + rank, mask=inside, other=0) + pairs, mask=inside)
-    count = tl.sum(each, 0)
-    most = tl.max(count, 0)
-    if most > max_rows:
-        tl.store(lost + RANKS, most)
-    tl.store(counts + slot, tl.minimum(count, max_rows), mask=slot < SLOTS)
+    if need > room:
+        tl.store(lost + RANKS, need)
+    tl.store(counts + slot, count, mask=slot < SLOTS)
 
 
 @triton.jit

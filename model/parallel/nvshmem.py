@@ -9,8 +9,9 @@ dispatch_send  `choose`: the copy of each choice, and each row's number among it
                member how many rows come and how many for each of its slots (the *tag*, one 64-bit
                word of step and rows, is stored last, with release). `send`: quantises and writes
                rows. Peers beyond a network: rows were written to an outbox, `put_rows` puts them.
-dispatch_recv  `wait_rows`: waits for tags and rows of all members. `spread`: rows from the inboxes
-               to their experts, in the masked grouped layout.
+dispatch_recv  `wait_rows`: waits for tags and rows of all members, and says where each member's
+               rows begin in each expert's. `spread`: rows from the inboxes to their experts, in the
+               masked grouped layout, or in the contiguous one, whose rows `label` gives an expert.
 combine_send   `return`: each output to its place at the row's home; or `put_outputs`.
 combine_recv   `wait_outputs`, then `sum`: in float32 in the order of the choices.
 =============  ===================================================================================
@@ -59,8 +60,15 @@ import torch
 from torch import Tensor
 
 from pdmesh.kernels.activation import silu_mul
-from pdmesh.kernels.expert_exchange import Arrived, ExchangeSize
-from pdmesh.kernels.quantised import dequantise_rows
+from pdmesh.kernels.backends import Backends
+from pdmesh.kernels.expert_exchange import (
+    AnyArrived,
+    Arrived,
+    ArrivedContiguous,
+    ExchangeSize,
+    places,
+)
+from pdmesh.kernels.quantised import BlockWeight, Rows, dequantise_rows
 from pdmesh.kernels.symmetric import SymmetricHeap
 from pdmesh.model.parallel.exchange import (
     Channel,
@@ -80,7 +88,7 @@ TIMEOUT_S = 5.0
 
 
 class ExpertsFull(PdmeshError):
-    """An expert was to get more rows than its rank has memory for; the step is void."""
+    """Experts were to get more rows than their rank has memory for; the step is void."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,57 @@ class ReceivedMasked:
         hidden = silu_mul(rows[:held] @ gate_up.transpose(1, 2))
         self.made[:held].copy_(hidden @ down.transpose(1, 2))
         return self.made
+
+
+@dataclass(frozen=True)
+class ReceivedContiguous:
+    """Rows in the contiguous grouped layout.
+
+    Attributes:
+        channel: the dispatch that they came by.
+        arrived: rows [capacity, h] in FP8 and the expert of each, valid until the lane's next
+            dispatch is received.
+        made: [capacity, h] bfloat16, as in `ReceivedMasked`.
+    """
+
+    channel: Channel
+    arrived: ArrivedContiguous
+    made: Tensor
+
+    def outputs(self, gate_up: Tensor, down: Tensor) -> Tensor:
+        """See `Received`: [capacity, h] bfloat16, junk where there is no row.
+
+        In plain torch, an expert at a time; so it waits for the device to know how many rows.
+        """
+        values, scales = self.arrived.rows
+        for slot, at in enumerate(places(self.arrived)[: gate_up.shape[0]]):
+            rows = dequantise_rows(Rows(values[at], scales[at])).to(gate_up.dtype)
+            hidden = silu_mul(rows @ gate_up[slot].t())
+            self.made[at] = (hidden @ down[slot].t()).to(self.made.dtype)
+        return self.made
+
+    def quantised_outputs(self, ops: Backends, gate_up: BlockWeight, down: BlockWeight) -> Tensor:
+        """What experts in FP8 make of them: [capacity, h] bfloat16, junk where there is no row.
+
+        gate_up [slots, 2 i, h], down [slots, h, i]. The host waits for nothing, and rows that are
+        not used cost neither products nor quantising, however many there is room for.
+        """
+        rows, _, _, row_expert, used = self.arrived
+        both = ops.contiguous_grouped_gemm(rows, gate_up, row_expert)
+        # All used rows are the rows of one expert in the masked layout.
+        values, scales = ops.masked_silu_mul_quantise(both.unsqueeze(0), used)
+        hidden = Rows(values.squeeze(0), scales.squeeze(0))
+        made: Tensor = ops.contiguous_grouped_gemm(hidden, down, row_expert)
+        return made
+
+
+def _received(
+    channel: Channel, arrived: AnyArrived, made: Tensor
+) -> ReceivedMasked | ReceivedContiguous:
+    """What the dispatch `channel` brought, in the layout that it has."""
+    if isinstance(arrived, Arrived):
+        return ReceivedMasked(channel, arrived, made)
+    return ReceivedContiguous(channel, arrived, made)
 
 
 @dataclass(frozen=True)
@@ -185,15 +244,19 @@ class NvshmemExperts:
 
         Raises:
             RankLost: a rank did not send in time.
-            ExpertsFull: an expert got more rows than fit.
+            ExpertsFull: experts of this rank got more rows than fit. The others lack outputs, so
+                to them it is a rank that did not send.
         """
         if not self._lost.any():
             return
-        lost = self._lost.tolist()
-        for rank, flag in enumerate(lost[:-1]):
+        *lost, rows = self._lost.tolist()
+        if rows:  # first: what did not fit is not sent back either, not even to this rank
+            who = "all experts of the rank" if self.size.capacity else "an expert"
+            padded = " with padding" if self.size.capacity else ""
+            raise ExpertsFull(f"{who} got {rows} rows{padded}; there is room for {self.size.room}")
+        for rank, flag in enumerate(lost):
             if flag:
                 raise RankLost(rank, "what it had to send to the experts or back from them")
-        raise ExpertsFull(f"an expert got {lost[-1]} rows; there is room for {self.size.max_rows}")
 
     def close(self) -> None:
         """Gives the symmetric memory back. Collective; no exchange may be under way."""
@@ -237,12 +300,12 @@ class NvshmemExperts:
         """See `ExpertParallel`; a lost rank is noticed by `check`."""
         assert isinstance(handle, _Dispatched)
         handle.lane.receive_rows()
-        return ReceivedMasked(handle.channel, handle.lane.arrived, handle.lane.made)
+        return _received(handle.channel, handle.lane.arrived, handle.lane.made)
 
     def combine_send(
         self, handle: DispatchHandle, received: Received, outputs: Tensor
     ) -> CombineHandle:
-        """See `ExpertParallel`. outputs [slots, max_rows, h] bfloat16."""
+        """See `ExpertParallel`. outputs bfloat16 in the layout of what was received."""
         assert isinstance(handle, _Dispatched)
         handle.lane.send_outputs(outputs)
         return _Combined(handle.channel._replace(kind="combine"), handle)

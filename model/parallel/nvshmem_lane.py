@@ -5,14 +5,15 @@ See `pdmesh.model.parallel.nvshmem` for what they do and why that is safe.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pdmesh.kernels.expert_exchange import ExchangeSize, new_arrived
+from pdmesh.kernels.expert_exchange import ArrivedContiguous, ExchangeSize, new_arrived
 from pdmesh.kernels.symmetric import SymmetricHeap
+from pdmesh.model.parallel.nvshmem_memory import Arena, Region, Tuning, power
 from pdmesh.model.parallel.nvshmem_tables import LayerTable, Tables
 
 PUT_CHUNKS = 4
@@ -21,51 +22,12 @@ PUT_SLOTS = 256
 """Up to so many slots of a rank make one kernel: linking the device library in takes seconds."""
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """How kernels are launched.
-
-    Attributes:
-        programs: of a kernel that walks over rows; 0: sixteen a multiprocessor.
-        part: values of a row that one item takes.
-        warps: of such a program.
-        scan: choices that a program looks at in one go to find an expert's.
-    """
-
-    programs: int = 0
-    part: int = 1024
-    warps: int = 2
-    scan: int = 4096
-
-
-@dataclass(frozen=True)
-class _Region:
-    offset: int
-    nbytes: int
-
-
-class _Arena:
-    """A block of symmetric memory, cut into regions of 128-byte multiples."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def region(self, nbytes: int) -> _Region:
-        found = _Region(self.nbytes, nbytes)
-        self.nbytes += -(-nbytes // 128) * 128
-        return found
-
-
-def _power(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
-
-
 class Lane:
     """One microbatch's exchange.
 
     Attributes:
-        arrived: rows for the experts of this rank.
-        made: [slots, max_rows, h] bfloat16 for their outputs, in symmetric memory where puts need
+        arrived: rows for the experts of this rank, in the layout of the size.
+        made: bfloat16 for their outputs, in the same layout; in symmetric memory where puts need
             that.
     """
 
@@ -82,7 +44,7 @@ class Lane:
         self._shared = shared
         self._mapped = mapped
         ranks, slots = size.ranks, size.slots
-        arena = _Arena()
+        arena = Arena()
         self._tags = arena.region(2 * ranks * 8)
         self._arrivals = arena.region(2 * ranks * 8)
         self._returned = arena.region(ranks * 8)
@@ -92,17 +54,16 @@ class Lane:
         self._sink = arena.region(8)
         self._stage = arena.region(2 * ranks * size.inbox_bytes)
         self._back = arena.region(size.tokens * size.top_k * size.hidden * 2)
-        outputs = slots * size.max_rows * size.hidden * 2
         puts = mapped is not None and len(set(mapped)) < ranks
         self._outbox = arena.region(ranks * size.inbox_bytes if puts else 0)
-        self._outputs = arena.region(outputs if puts else 0)
+        shape = (*size.layout, size.hidden)
+        self._outputs = arena.region(math.prod(shape) * 2 if puts else 0)
         self._memory = heap.allocate(arena.nbytes)
         self._bases = heap.addresses(self._memory)
         if not puts and not all(self._bases):
             raise ValueError("some ranks' memory is not mapped: name those that are")
         device = heap.device
         self.arrived = new_arrived(size, device)
-        shape = (slots, size.max_rows, size.hidden)
         if puts:
             self.made = self._view(self._outputs).view(torch.bfloat16).view(shape)
         else:
@@ -121,6 +82,8 @@ class Lane:
         self._seen = ints(2, ranks, dtype=torch.int64)
         self._seen_back = ints(ranks, dtype=torch.int64)
         self._ends, self._starts = ints(ranks), ints(ranks, slots)
+        arrived = self.arrived
+        self._used = arrived.used if isinstance(arrived, ArrivedContiguous) else ints(1)
         self._boxes_at = ints(2, ranks, dtype=torch.int64)
         self._counts_at = ints(2, ranks, dtype=torch.int64)
         self._tags_at = ints(2, ranks, dtype=torch.int64)
@@ -151,10 +114,10 @@ class Lane:
             self._units[peer] = 2 if put else self._parts
             self._units_back[peer] = 1 if put else self._parts
 
-    def _view(self, region: _Region) -> Tensor:
+    def _view(self, region: Region) -> Tensor:
         return self._memory[region.offset : region.offset + region.nbytes]
 
-    def _own(self, region: _Region) -> int:
+    def _own(self, region: Region) -> int:
         return self._memory.data_ptr() + region.offset
 
     def _connect(self, members: Collection[int]) -> None:
@@ -221,18 +184,18 @@ class Lane:
 
         size, count = self.size, ids.shape[0]
         pairs = count * size.top_k
-        block = min(self._scan, max(128, _power(pairs)))
+        block = min(self._scan, max(128, power(pairs)))
         choose_kernel[(table.experts,)](
             ids, table.ranks, table.slots, table.copies, table.begins, self._rank_of, self._where,
             self._counts, self.step, pairs, table.experts, MOST=table.most, SLOTS=size.slots,
-            BLOCK=block, COPIES=_power(table.most), num_warps=min(16, max(4, block // 512)),
+            BLOCK=block, COPIES=power(table.most), num_warps=min(16, max(4, block // 512)),
         )  # fmt: skip
         number_kernel[(size.ranks,)](
             ids, self._rank_of, self._target, self._counts, table.used, self._rows_to,
             self._pairs_to, self._sent, self._counts_at, self._tags_at, self.step, count,
             table.experts, RANKS=size.ranks, SLOTS=size.slots, TOP=size.top_k,
-            BLOCK=min(1024, max(16, _power(count))), SLOTS_P2=_power(size.slots),
-            TOP_P2=_power(size.top_k), num_warps=16 if count > 512 else 8 if count > 128 else 4,
+            BLOCK=min(1024, max(16, power(count))), SLOTS_P2=power(size.slots),
+            TOP_P2=power(size.top_k), num_warps=16 if count > 512 else 8 if count > 128 else 4,
         )  # fmt: skip
 
     def write_rows(self, rows: Tensor, ids: Tensor, experts: int) -> None:
@@ -245,7 +208,7 @@ class Lane:
                 rows, ids, self._rank_of, self._where, self._target, self._boxes_at,
                 self._arrivals_at, self.step, count, rows.stride(0), experts, size.notes_bytes,
                 RANKS=size.ranks, TOP=size.top_k, HIDDEN=size.hidden, RECORD=size.record,
-                PART=self._part, RANKS_P2=_power(size.ranks), TOP_P2=_power(size.top_k),
+                PART=self._part, RANKS_P2=power(size.ranks), TOP_P2=power(size.top_k),
                 num_warps=self._warps,
             )  # fmt: skip
         if self._outbox.nbytes:
@@ -273,26 +236,32 @@ class Lane:
             self._view(self._tags).view(torch.int64), self._view(self._arrivals).view(torch.int64),
             self._view(self._there).view(torch.int32), self._seen, self._units,
             self._shared.members, self._shared.lost, self._sent_back, self._ends, self._starts,
-            self.arrived.counts, self.step, size.max_rows, self._shared.bound,
-            RANKS=size.ranks, SLOTS=size.slots, RANKS_P2=_power(size.ranks),
-            SLOTS_P2=_power(size.slots), CLOCK=self._heap.device.type == "cuda", num_warps=4,
+            self.arrived.counts, self._used, self.step, size.room, self._shared.bound,
+            RANKS=size.ranks, SLOTS=size.slots, RANKS_P2=power(size.ranks),
+            SLOTS_P2=power(size.slots), ALIGN=size.align,
+            CLOCK=self._heap.device.type == "cuda", num_warps=4,
         )  # fmt: skip
 
     def spread_rows(self) -> None:
         """The second half: to their experts."""
-        from pdmesh.kernels.triton.ep_dispatch import spread_kernel
+        from pdmesh.kernels.triton.ep_dispatch import label_kernel, spread_kernel
 
-        size, (rows, _, homes) = self.size, self.arrived
+        size, arrived, rows = self.size, self.arrived, self.arrived.rows
         spread_kernel[(self._programs,)](
             self._own(self._stage), self._ends, self._starts, rows.values.view(torch.int32),
-            rows.scales, homes, self.step, size.max_rows, rows.scales.stride(2),
+            rows.scales, arrived.homes, self.step, size.room, rows.scales.stride(-1),
             size.tokens, size.notes_bytes, size.inbox_bytes, RANKS=size.ranks, SLOTS=size.slots,
             TOP=size.top_k, HIDDEN=size.hidden, RECORD=size.record, PART=self._part,
-            RANKS_P2=_power(size.ranks), num_warps=self._warps,
+            RANKS_P2=power(size.ranks), CONTIGUOUS=bool(size.align), num_warps=self._warps,
         )  # fmt: skip
+        if isinstance(arrived, ArrivedContiguous):
+            label_kernel[(size.capacity // size.align,)](
+                arrived.counts, arrived.row_expert, SLOTS=size.slots,
+                SLOTS_P2=power(size.slots), ALIGN=size.align, num_warps=1,
+            )  # fmt: skip
 
     def send_outputs(self, outputs: Tensor) -> None:
-        """combine_send: [slots, max_rows, h] bfloat16."""
+        """combine_send: bfloat16 in the layout of what arrived."""
         from pdmesh.kernels.triton.ep_combine import return_kernel
 
         size, arrived = self.size, self.arrived
@@ -302,17 +271,17 @@ class Lane:
         return_kernel[(self._programs,)](
             outputs, arrived.counts, arrived.homes, self._backs_at, self._returned_at,
             size.max_rows, each, RANKS=size.ranks, SLOTS=size.slots, HIDDEN=size.hidden,
-            PART=self._part, RANKS_P2=_power(size.ranks),
-            SLOTS_P2=_power(size.slots), num_warps=self._warps,
+            PART=self._part, RANKS_P2=power(size.ranks), SLOTS_P2=power(size.slots),
+            ALIGN=size.align, num_warps=self._warps,
         )  # fmt: skip
         if self._outbox.nbytes:
             from pdmesh.kernels.triton.ep_put import put_outputs_kernel
 
             put_outputs_kernel[(self._programs,)](
                 self._own(self._outputs), arrived.counts, arrived.homes, self._own(self._back),
-                self._own(self._returned), self._puts, size.max_rows, self._heap.rank,
+                self._own(self._returned), self._puts, size.max_rows, size.align, self._heap.rank,
                 size.slots, each, size.hidden,
-                SLOTS_P2=_power(max(size.slots, PUT_SLOTS)), num_warps=8,
+                SLOTS_P2=power(max(size.slots, PUT_SLOTS)), num_warps=8,
             )  # fmt: skip
 
     def wait_outputs(self) -> None:
@@ -323,7 +292,7 @@ class Lane:
         wait_outputs_kernel[(1,)](
             self._view(self._returned).view(torch.int64), self._seen_back, self._pairs_to,
             self._units_back, self._shared.members, self._shared.lost, self._shared.bound,
-            RANKS=size.ranks, RANKS_P2=_power(size.ranks),
+            RANKS=size.ranks, RANKS_P2=power(size.ranks),
             CLOCK=self._heap.device.type == "cuda", num_warps=4,
         )  # fmt: skip
 
