@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,7 @@ def build_weights(
     device: torch.device,
     mtp: bool = True,
     dtype: torch.dtype = torch.bfloat16,
+    held: Sequence[Sequence[int]] | None = None,
 ) -> ModelWeights:
     """All weights of a model.
 
@@ -41,11 +44,13 @@ def build_weights(
         device: where the source puts them.
         mtp: whether to take the MTP layer, where the config has one.
         dtype: of embedding, head, norms and hidden states.
+        held: for each layer with routed experts which of them are in its slots; None: all, in
+            order. All layers get as many slots as the largest needs.
 
     Raises:
         ConfigError: a tensor cannot be read, or one that must repeat another does not.
     """
-    return _Builder(config, source, device, dtype).build(
+    return _Builder(config, source, device, dtype, held).build(
         mtp and config.num_nextn_predict_layers > 0
     )
 
@@ -57,7 +62,10 @@ class _Builder:
         source: WeightSource,
         device: torch.device,
         dtype: torch.dtype,
+        held: Sequence[Sequence[int]] | None,
     ) -> None:
+        self._held = None if held is None else iter(held)
+        self._slots = config.n_routed_experts if held is None else max(map(len, held), default=0)
         self._dtype = dtype
         self._config = config
         self._source = source
@@ -164,10 +172,10 @@ class _Builder:
         bias = None
         if c.gate.method == "noaux_tc":
             bias = self._source.plain(f"{prefix}.gate.e_score_correction_bias", (count,)).float()
-        gate_up = empty_blocks(count, 2 * wide, hidden, device=self._device)
-        down = empty_blocks(count, hidden, wide, device=self._device)
-        for expert in range(count):
-            one = (BlockWeight(w.values[expert], w.scales[expert]) for w in (gate_up, down))
+        gate_up = empty_blocks(self._slots, 2 * wide, hidden, device=self._device)
+        down = empty_blocks(self._slots, hidden, wide, device=self._device)
+        for slot, expert in enumerate(range(count) if self._held is None else next(self._held)):
+            one = (BlockWeight(w.values[slot], w.scales[slot]) for w in (gate_up, down))
             self._swiglu(f"{prefix}.experts.{expert}", size, *one)
         shared = None
         if c.n_shared_experts:

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from pdmesh.model.device.padding import PaddedStep
-from pdmesh.model.device.step import DeviceStep, Paged, Part
+from pdmesh.model.device.step import DeviceStep, Paged, Part, halved
 from pdmesh.wire.logs import event
 
 log = logging.getLogger(__name__)
 
-Compute = Callable[[DeviceStep, Tensor | None], Tensor]
+Steps = tuple[DeviceStep, ...]
+"""A step, and its two halves where it is computed in microbatches."""
+Compute = Callable[[Steps, Tensor | None], Tensor]
 """Hidden states [m, hidden] of a step; for the MTP layer with the hidden states before."""
 
 
@@ -71,6 +73,11 @@ class _Buffers:
     previous: Tensor | None
 
 
+def half_of(sequences: int) -> int:
+    """How many of a padded step's sequences its first microbatch has."""
+    return -(-sequences // 2)
+
+
 class StepGraphs:
     """The graphs of one kind of step: of the main model, or of the MTP layer.
 
@@ -84,6 +91,7 @@ class StepGraphs:
         device: where.
         plan: plans attention for a step; what it gives is refreshed at the head of each replay.
         capture: records.
+        halves: plans a step's halves too, cut behind the first half of its sequences.
     """
 
     def __init__(
@@ -97,7 +105,9 @@ class StepGraphs:
         device: torch.device,
         plan: Callable[[DeviceStep], DeviceStep],
         capture: Capture,
+        halves: bool = False,
     ) -> None:
+        self._halves = halves
         self.rows = rows
         self.sizes = tuple(sizes)
         self.pages = pages
@@ -108,7 +118,7 @@ class StepGraphs:
         self._plan = plan
         self._capture = capture
         self._buffers: dict[int, _Buffers] = {}
-        self._steps: list[DeviceStep] = []  # a graph writes to what was planned, and keeps nothing
+        self._steps: list[Steps] = []  # a graph writes to what was planned, and keeps nothing
         self._graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
 
     def warm_up(self, what: str) -> None:
@@ -167,23 +177,24 @@ class StepGraphs:
         )
         self._buffers[size] = buffers
         paged = Paged(self.rows, buffers.page_table, buffers.lengths)
-        step = self._plan(
-            DeviceStep(
-                values[0],
-                values[1],
-                values[2],
-                buffers.num_rows,
-                self._first_key,
-                (Part(None, paged),),
-                None,
-            )
+        whole = DeviceStep(
+            values[0],
+            values[1],
+            values[2],
+            buffers.num_rows,
+            self._first_key,
+            (Part(None, paged),),
+            None,
         )
-        self._steps.append(step)
+        halves = halved(whole, half_of(size)) if self._halves and size > 1 else ()
+        steps = tuple(self._plan(step) for step in (whole, *halves))
+        self._steps.append(steps)
 
         def compute() -> Tensor:
-            attention = step.parts[0].attention
-            if isinstance(attention, Paged) and attention.plan is not None:
-                attention.plan.refresh(buffers.lengths)
-            return self._compute(step, buffers.previous)
+            for step in steps:
+                attention = step.parts[0].attention
+                if isinstance(attention, Paged) and attention.plan is not None:
+                    attention.plan.refresh(attention.lengths)
+            return self._compute(steps, buffers.previous)
 
         return self._capture(compute)

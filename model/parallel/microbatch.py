@@ -31,7 +31,7 @@ def split_batch(batch: Batch) -> tuple[Batch, Batch] | None:
             first.append(_part(item, item.start, middle))
             second.append(_part(item, middle, item.end))
         at += rows
-    if _reads_ahead(first, second, batch.page_size):
+    if reads_ahead(first, second, batch.page_size):
         return None
     tokens = batch.tokens.tolist()
     return (
@@ -71,7 +71,7 @@ def _build(slices: Sequence[SequenceSlice], tokens: Sequence[int], batch: Batch)
     return Batch.build(slices, rows, batch.page_size, batch.device)
 
 
-def _reads_ahead(
+def reads_ahead(
     first: Sequence[SequenceSlice], second: Sequence[SequenceSlice], page_size: int
 ) -> bool:
     """Whether a slot that `second` writes is one that `first` may read."""

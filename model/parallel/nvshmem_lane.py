@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdmesh.kernels.expert_exchange import ExchangeSize, new_arrived
+from pdmesh.kernels.expert_exchange import Arrived, ExchangeSize, new_arrived
 from pdmesh.kernels.symmetric import SymmetricHeap
 from pdmesh.model.parallel.nvshmem_tables import LayerTable, Tables
 
@@ -259,10 +259,11 @@ class Lane:
                 size.inbox_bytes, num_warps=8,
             )  # fmt: skip
 
-    def receive_rows(self) -> None:
-        """dispatch_recv."""
+    def receive_rows(self) -> Arrived:
+        """dispatch_recv: `arrived`."""
         self.wait_rows()
         self.spread_rows()
+        return self.arrived
 
     def wait_rows(self) -> None:
         """The first half of dispatch_recv: until everybody's rows are here."""
