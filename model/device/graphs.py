@@ -34,8 +34,13 @@ class Capture(Protocol):
         """What does it again, and the tensor that it writes each time."""
 
 
-def cuda_capture(pool: object) -> Capture:
-    """Captures CUDA graphs that share the memory `pool` (`torch.cuda.graph_pool_handle`)."""
+def cuda_capture(pool: object, between: Callable[[], None] | None = None) -> Capture:
+    """Captures CUDA graphs that share the memory `pool` (`torch.cuda.graph_pool_handle`).
+
+    `between` is called before anything is recorded, once what is to be recorded has been computed;
+    then other threads may go on using the device while it is.
+    """
+    mode = "global" if between is None else "thread_local"
 
     def capture(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -44,8 +49,10 @@ def cuda_capture(pool: object) -> Capture:
             for _ in range(2):  # compiles kernels, and makes libraries allocate what they keep
                 compute()
         torch.cuda.current_stream().wait_stream(side)
+        if between is not None:
+            between()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):  # type: ignore[arg-type]
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):  # type: ignore[arg-type]
             output = compute()
         return graph.replay, output
 

@@ -1,0 +1,315 @@
+"""One rank of a group on devices whose ranks are processes: a model to call, in lock-step.
+
+`DeviceMember` stands for a whole `DeviceModel` in the code of a worker, as `Member` does for a
+`DeepseekV3`. Ranks agree on each step over connections (see ``assembly``); rows go from memory to
+memory. The memory is one job's of all ranks, which cannot be made smaller: when a rank is lost, all
+others end their steps, their workers leave the mesh, and the group forms anew once all have been
+started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from pdmesh.kernels.symmetric import SymmetricHeap
+from pdmesh.model.batch import Batch, Form
+from pdmesh.model.config import ModelConfig
+from pdmesh.model.device.model import DeviceModel
+from pdmesh.model.device.rank import DeviceRank
+from pdmesh.model.device.spread import Exchange
+from pdmesh.model.parallel.assembly import Agreed
+from pdmesh.model.parallel.calls import Call, Calls
+from pdmesh.model.parallel.device_heap import join_heap
+from pdmesh.model.parallel.exchange import Channel, RankLost
+from pdmesh.model.parallel.host_lane import HostLane
+from pdmesh.model.parallel.meeting import Meeting, Place
+from pdmesh.model.parallel.microbatch import split_rows
+from pdmesh.model.parallel.nvshmem import NvshmemExperts
+from pdmesh.model.parallel.placement import Placement
+from pdmesh.model.parallel.plans import Plans
+from pdmesh.model.parallel.replicas import ReplicaTable
+from pdmesh.model.parallel.schedule import Mode, choose_mode
+from pdmesh.wire.errors import PdmeshError, Unavailable
+from pdmesh.wire.logs import event
+from pdmesh.wire.messages import RankStatus
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 30.0
+"""How long a device waits for another rank in a step; that a process has died is known before."""
+PREPARING_S = 600.0
+"""How long ranks wait for each other before the first step: they compile kernels."""
+EXIT_UNFORMED = 75
+"""Exit status of a worker whose group did not form (EX_TEMPFAIL of sysexits.h)."""
+COUNT_STEPS = 64
+"""Steps after which bytes are counted, which waits for the device."""
+
+
+Prepare = Callable[[DeviceRank, Callable[[], None]], None]
+"""Captures a rank's graphs; to be given what has to be called between computing and recording."""
+
+
+class DeviceMember:
+    """See the module. ``start`` connects; ``close`` leaves the group.
+
+    Args:
+        model: with the experts of this rank.
+        place: where this rank stands.
+        placement: of the experts.
+        exchange: how rows are exchanged.
+        digest: of what else has to be the same everywhere.
+        prepare: called once the group is there, before the first step, on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        model: DeviceModel,
+        place: Place,
+        placement: Placement,
+        exchange: Exchange,
+        digest: str,
+        prepare: Prepare = lambda rank, between: None,
+    ) -> None:
+        self.place = place
+        self.steps = 0
+        """Steps that this rank has taken part in."""
+        self._model = model
+        self._placement = placement
+        self._exchange = exchange
+        self._prepare = prepare
+        plans = Plans(place.rank, len(place.addresses), placement, None)
+        self._meeting = Meeting(place, plans, digest)
+        self._calls = Calls(self._meeting.changed)
+        self._rank: DeviceRank | None = None
+        self._formed: tuple[int, ...] | None = None
+        """How often each connection had ended when the group was formed."""
+        self._ready = False
+        self._sent_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="ep-steps", daemon=True)
+        self._ended: Future[None] = Future()
+
+    # ---- as a model -----------------------------------------------------------------------
+
+    @property
+    def config(self) -> ModelConfig:
+        """As `DeviceModel.config`."""
+        return self._model.config
+
+    def forward(
+        self,
+        batch: Batch,
+        latents: Tensor,
+        form: Form,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """As `DeviceModel.forward`. More rows than an exchange takes are several steps.
+
+        Raises:
+            Unavailable: the group has been left.
+        """
+        self._model.check(batch, latents)
+        parts = split_rows(batch, self._exchange.size.tokens)
+        calls = [Call("forward", p, latents, form) for p in parts]
+        calls[-1].on_layer = on_layer
+        return torch.cat([self._calls.run(call) for call in calls])
+
+    def mtp_forward(
+        self, batch: Batch, previous_hidden: Tensor, latents: Tensor, form: Form
+    ) -> Tensor:
+        """As `DeviceModel.mtp_forward`; as `forward`."""
+        self._model.check_mtp(batch, latents)
+        parts = split_rows(batch, self._exchange.size.tokens)
+        before = torch.split(previous_hidden, [part.num_rows for part in parts])
+        return torch.cat(
+            [
+                self._calls.run(Call("mtp", part, latents, form, rows))
+                for part, rows in zip(parts, before, strict=True)
+            ]
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `DeviceModel.logits`; computed here alone."""
+        return self._model.logits(hidden)
+
+    def mtp_logits(self, hidden: Tensor) -> Tensor:
+        """As `DeviceModel.mtp_logits`; computed here alone."""
+        return self._model.mtp_logits(hidden)
+
+    # ---- the group ------------------------------------------------------------------------
+
+    def start(self, within_s: float = 60.0) -> None:
+        """Connects to the other ranks, makes the exchange with them, and takes part from then on.
+
+        Raises:
+            ConfigError: as ``Meeting.start``, or the ranks cannot share memory.
+            RankLost: a rank went before the first step, or did not come.
+        """
+        self._meeting.start(within_s)
+        try:
+            self._form(within_s)
+        except BaseException:
+            self._meeting.close()
+            raise
+        self._ready = True
+        self._thread.start()
+
+    def _form(self, within_s: float) -> None:
+        """The job of all ranks. Each says that it is new first: one of an earlier group, which has
+        not noticed yet that it is over, does not."""
+        count = len(self.place.addresses)
+        self._meeting.gather(Channel("new", 0, -1, -1), (), within_s, forming=True)
+        self._formed = self._losses()
+        threading.Thread(target=self._watch, name="ep-watch", daemon=True).start()
+        device = self._model.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        heap = join_heap(self._meeting, self.place.rank, count, device, self._exchange.symmetric)
+        self._rank = DeviceRank(self._model, self._ends(heap))
+        self._meeting.gather(Channel("met", 0, 0, -1), (), PREPARING_S)
+        exchange = self._rank.exchange
+
+        def between() -> None:
+            """What has been computed so far was compiled for; from here on ranks are in step."""
+            self._synchronize()
+            exchange.check()
+            exchange.wait_for(WAIT_S)
+
+        with torch.inference_mode():
+            self._prepare(self._rank, between)
+        self._synchronize()
+        exchange.check()
+        self._meeting.gather(Channel("met", 0, 1, -1), (), PREPARING_S)
+        exchange.wait_for(WAIT_S)
+        event(log, "ranks_formed", rank=self.place.rank, size=count, device=device)
+
+    def _ends(self, heap: SymmetricHeap) -> NvshmemExperts:
+        layers = range(len(self._placement.layers))
+        tables = [ReplicaTable.build(self._placement, n, self._model.device) for n in layers]
+        host = heap.device.type == "cpu"
+        size, lanes = self._exchange.size, self._exchange.lanes
+        ends = NvshmemExperts(heap, tables, size, None, lanes, PREPARING_S, host=host)
+        for lane in ends.lanes:
+            if isinstance(lane, HostLane):
+                lane.gone = self._gone
+        return ends
+
+    def close(self) -> None:
+        """Leaves the group; calls that wait fail. Idempotent."""
+        self._meeting.close()
+        self._calls.fail_all(Unavailable("this rank has left its expert-parallel group"))
+        if self._thread.is_alive():
+            self._thread.join(10)
+
+    def status(self) -> RankStatus:
+        """What there is to say of this rank now. On any thread."""
+        return RankStatus(
+            rank=self.place.rank,
+            size=len(self.place.addresses),
+            members=self._meeting.members,
+            steps=self.steps,
+            repeated=0,
+            sent_bytes=self._sent_bytes,
+            plan=0,
+        )
+
+    async def ended(self) -> None:
+        """Waits until the steps have ended; they do by ``close``, a lost rank, or a mistake.
+
+        Raises:
+            RankLost: a rank is lost, and the group with it.
+            Exception: the mistake.
+        """
+        await asyncio.wrap_future(self._ended)
+
+    def _losses(self) -> tuple[int, ...]:
+        return tuple(self._meeting.losses(rank) for rank in range(len(self.place.addresses)))
+
+    def _gone(self, rank: int) -> bool:
+        assert self._formed is not None
+        return self._meeting.closed or self._meeting.losses(rank) != self._formed[rank]
+
+    def _lost(self) -> RankLost | None:
+        """The rank that has gone since the group was formed."""
+        gone = [rank for rank in range(len(self.place.addresses)) if self._gone(rank)]
+        return (
+            RankLost(gone[0], "its connection has ended, and what it had to send") if gone else None
+        )
+
+    # ---- threads --------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Ends the group once a rank is gone, whatever the steps' thread waits for."""
+        changed = self._meeting.changed
+        with changed:
+            changed.wait_for(lambda: self._meeting.closed or self._lost() is not None)
+            lost = None if self._meeting.closed else self._lost()
+        if lost is None:
+            return
+        if not self._ready and self._model.device.type == "cuda":
+            # NVSHMEM's start has no bound, and kernels that are compiled wait long.
+            event(log, "ranks_not_formed", logging.ERROR, rank=self.place.rank, reason=lost)
+            os._exit(EXIT_UNFORMED)
+        self._end(lost)
+
+    def _end(self, error: BaseException | None) -> None:
+        """The steps are over. Calls go on waiting until ``close``: their answers end with the
+        worker, which then is gone, and go on elsewhere, instead of failing here one by one."""
+        with self._meeting.changed:
+            if self._ended.done():
+                return
+            if error is None:
+                self._ended.set_result(None)
+            else:
+                event(log, "ranks_ended", logging.ERROR, rank=self.place.rank, reason=error)
+                self._ended.set_exception(error)
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        try:
+            if self._model.device.type == "cuda":
+                torch.cuda.set_device(self._model.device)
+            while agreed := self._meeting.agree(self._calls.wish):
+                if len(agreed.members) < len(self.place.addresses):
+                    raise self._lost() or RankLost(-1, "its word for the next step")
+                if agreed.kind != "idle":
+                    self._step(agreed)
+            self._end(None)
+        except BaseException as error:  # noqa: BLE001 - it ends the worker
+            if not isinstance(error, PdmeshError):
+                log.exception("the steps of this rank have ended")
+            self._end(error)
+
+    def _step(self, agreed: Agreed) -> None:
+        assert self._rank is not None
+        self.steps += 1
+        call = self._calls.of(agreed.kind)
+        mode = choose_mode("auto", agreed.most_rows, self._exchange.threshold)
+        result = _computed(self._rank, agreed.kind == "mtp", mode, call)
+        self._synchronize()
+        self._rank.exchange.check()
+        if self.steps % COUNT_STEPS == 0:
+            self._sent_bytes = self._rank.exchange.sent.all
+        if call is not None:
+            call.result = result
+            self._calls.done(call)
+
+    def _synchronize(self) -> None:
+        """Waits for this thread's work on the device: only then is it known who came."""
+        if self._model.device.type == "cuda":
+            torch.cuda.current_stream(self._model.device).synchronize()
+
+
+def _computed(rank: DeviceRank, mtp: bool, mode: Mode, call: Call | None) -> Tensor:
+    if call is None:
+        return rank.mtp_forward(mode) if mtp else rank.forward(mode)
+    if mtp:
+        return rank.mtp_forward(mode, call.batch, call.previous, call.latents, call.form)
+    return rank.forward(mode, call.batch, call.latents, call.form, call.on_layer)
