@@ -49,7 +49,7 @@ from pdmesh.registry.publisher import WorkerLease
 from pdmesh.registry.pull_metrics import PullMetrics
 from pdmesh.registry.replicas import watching_replicas
 from pdmesh.registry.transfer_metrics import TransferMetrics
-from pdmesh.registry.watchdog import Watchdog, step_bound_s, watched
+from pdmesh.registry.watchdog import Watchdog, end_process, step_bound_s, watched
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
 from pdmesh.wire.logs import event
@@ -208,6 +208,8 @@ async def serve_decode(config: DecodeConfig) -> None:
         receiver.close()
         if rank is not None:
             await asyncio.to_thread(rank.close)
+        if spread is not None and model.device.type == "cuda":
+            end_process()  # leaving NVSHMEM's job waits for all ranks, which may be gone
 
     methods = [
         Method("Reserve", ReserveRequest, unary=reserve),

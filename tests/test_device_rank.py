@@ -36,7 +36,20 @@ class Talk:
         slices = [SequenceSlice(TABLES[i], 0, n - 1, 0) for i, n in enumerate(self.lengths)]
         return Batch.build(slices, [p[:-1] for p in self.prompts], PAGE)
 
-    def step(self, first=0):
+    def later(self):
+        """The prompts' rows of the MTP layer, and which hidden states they take."""
+        if not self.lengths:
+            return None, []
+        slices = [SequenceSlice(TABLES[i], 1, n - 1, 1) for i, n in enumerate(self.lengths)]
+        ends = [sum(n - 1 for n in self.lengths[: i + 1]) for i in range(len(self.lengths))]
+        rows = [
+            r
+            for end, n in zip(ends, self.lengths, strict=True)
+            for r in range(end - n + 1, end - 1)
+        ]
+        return Batch.build(slices, [p[1:-1] for p in self.prompts], PAGE), rows
+
+    def step(self):
         if not self.lengths:
             return None
         slices = [SequenceSlice(TABLES[i], n - 1, n, n - 1) for i, n in enumerate(self.at)]
@@ -51,13 +64,16 @@ class Talk:
 
 def answers(forward, mtp, talk, model, steps=4):
     """Greedy tokens, and drafts of the MTP layer: [steps] of (tokens, drafts)."""
-    forward(talk.prompt(), talk.pool, "mha")
+    hidden = forward(talk.prompt(), talk.pool, "mha")
+    later, rows = talk.later()
+    mtp(later, hidden[rows], talk.pool, "mha")
     found = []
     for _ in range(steps):
         batch = talk.step()
         hidden = forward(batch, talk.pool, "absorbed")
         drafts = mtp(batch, hidden, talk.pool, "absorbed")
         if batch is not None:
+            assert not bool(drafts.isnan().any())
             found.append((talk.heard(model, hidden), model.mtp_logits(drafts).argmax(-1).tolist()))
     return found
 
@@ -82,7 +98,7 @@ def models():
     return random_reference(3)
 
 
-LENGTHS = {2: [(20, 33, 5), (17,)], 4: [(9,), (), (20, 33, 5, 40), (31, 2)]}
+LENGTHS = {2: [(20, 33, 5), (17,)], 4: [(9,), (), (20, 33, 5, 40), (31, 3)]}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -162,7 +178,7 @@ def test_an_idle_rank_replays_what_it_captured(models):
 
     given = together(group, run)
     assert given == [alone(whole, (20, 33), 7), []]
-    assert replays == [0] * 9  # a prompt, four steps, four drafts
+    assert replays == [0] * 10  # a prompt, four steps, and the MTP rows of each
 
 
 @pytest.mark.parametrize("mode", ["dispatch_overlap", "microbatch"])

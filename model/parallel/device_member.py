@@ -295,7 +295,7 @@ class DeviceMember:
         result = _computed(self._rank, agreed.kind == "mtp", mode, call)
         self._synchronize()
         self._rank.exchange.check()
-        if self.steps % COUNT_STEPS == 0:
+        if self.steps % COUNT_STEPS == 1:
             self._sent_bytes = self._rank.exchange.sent.all
         if call is not None:
             call.result = result
