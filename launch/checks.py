@@ -67,9 +67,12 @@ def check_together(topology: Topology) -> None:
 
 def _check_device(topology: Topology) -> None:
     model = topology.model
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", model.device):
+    if not re.fullmatch(r"cpu|cuda|cuda:\d+(,cuda:\d+)*", model.device):
         with topology.blamed("model", "device"):
-            raise ConfigError(f"there is no device {model.device!r}; say cpu, cuda or cuda:N")
+            raise ConfigError(
+                f"there is no device {model.device!r}; say cpu, cuda or cuda:N, or "
+                "cuda:N,cuda:M,... for workers to take in turn"
+            )
     fp8 = model.precision == "fp8" or (model.precision == "auto" and model.device != "cpu")
     if model.latents == "fp8" and not fp8:
         with topology.blamed("model", "latents"):
