@@ -12,7 +12,7 @@ from pdmesh.decode.runner import AUTO, most_drafts
 from pdmesh.model.device.graphs import cuda_capture
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.rank import DeviceRank
-from pdmesh.model.parallel.device_member import PREPARING_S
+from pdmesh.model.parallel.device_forming import PREPARING_S
 from pdmesh.model.parallel.schedule import Mode
 
 

@@ -30,7 +30,7 @@ def random_reference(seed=0, **changes):
     return model, DeviceModel(model.config, build_weights(model.config, ModelSource(model), CPU))
 
 
-def rank_of(model, heap, placement, tokens, host=True, timeout_s=30.0):
+def rank_of(model, heap, placement, tokens, host=True, timeout_s=30.0, most_copies=1):
     """One rank of a plain model."""
     config, layers = model.config, range(len(placement.layers))
     held = [placement.layers[n][heap.rank] for n in layers]
@@ -39,8 +39,9 @@ def rank_of(model, heap, placement, tokens, host=True, timeout_s=30.0):
     ranks = placement.num_ranks
     size = ExchangeSize(ranks, slots, tokens, config.hidden_size, config.gate.top_k, ranks * tokens)
     tables = [ReplicaTable.build(placement, n) for n in layers]
-    exchange = NvshmemExperts(heap, tables, size, lanes=2, timeout_s=timeout_s, host=host)
-    return DeviceRank(DeviceModel(config, weights), exchange)
+    more = {"lanes": 2, "timeout_s": timeout_s, "most_copies": most_copies, "host": host}
+    exchange = NvshmemExperts(heap, tables, size, **more)
+    return DeviceRank(DeviceModel(config, weights), exchange, placement)
 
 
 def ranks_of(model, ranks, tokens=128, placement=None, **more):

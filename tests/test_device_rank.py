@@ -6,11 +6,14 @@ Triton's interpreter, or by the plain definition.
 
 import pytest
 import torch
+from device_cases import CPU
 from device_ranks import PAGE, moe_layers, random_reference, ranks_of, together
 from model_cases import tokens_of
 
 from pdmesh.model.batch import Batch, SequenceSlice
+from pdmesh.model.device.building import build_expert
 from pdmesh.model.device.graphs import plain_capture
+from pdmesh.model.device.sources import ModelSource
 from pdmesh.model.device.stages import DeviceWork
 from pdmesh.model.parallel.exchange import RankLost
 from pdmesh.model.parallel.placement import Placement
@@ -212,6 +215,55 @@ def test_copies_of_experts_and_experts_that_moved_change_no_token(models):
     lengths = [(20, 33), (17,)]
     given = together(group, lambda n, rank: of_rank(rank, lengths[n], 100 * n, "microbatch"))
     assert given == [alone(whole, own, 100 * n) for n, own in enumerate(lengths)]
+
+
+def test_experts_that_move_between_steps_are_read_into_the_memory_that_graphs_have(models):
+    model, whole = models
+    layers = moe_layers(model.config)
+    before = Placement(8, (((0, 1, 2, 3, 4), (5, 6, 7, 0, 4)),) * layers)
+    after = Placement(8, (((7, 1, 0, 5, 2), (5, 3, 6, 6, 4)),) * layers)
+    group = ranks_of(model, 2, placement=before, most_copies=3)
+    source = ModelSource(model)
+    lengths = [(20, 33), (17,)]
+    talks = [
+        Talk(rank.model, own, 100 * n)
+        for n, (rank, own) in enumerate(zip(group, lengths, strict=True))
+    ]
+    read = [[], []]
+
+    def run(number, rank):
+        def expert(layer, which):
+            read[number].append(which)
+            return build_expert(model.config, source, rank.routed[layer], which, CPU)
+
+        rank.capture(talks[number].pool, (1,), 2, (1,), ("microbatch",), plain_capture)
+        rank.place(after, expert)
+        assert rank.moves(after) == []
+
+        def forward(batch, pool, form):
+            return rank.forward("microbatch", batch, pool, form)
+
+        def mtp(batch, hidden, pool, form):
+            return rank.mtp_forward("microbatch", batch, hidden, pool, form)
+
+        return answers(forward, mtp, talks[number], rank.model)
+
+    given = together(group, run)
+    assert given == [alone(whole, own, 100 * n) for n, own in enumerate(lengths)]
+    assert read == [[7, 0, 5, 2] * layers, [3, 6, 6] * layers]
+
+
+def test_what_rows_ask_for_is_counted_until_it_is_taken(models):
+    model, _ = models
+    group = ranks_of(model, 2)
+    lengths = [(20, 33), ()]
+    together(group, lambda n, rank: of_rank(rank, lengths[n], 100 * n, "microbatch"))
+    load = group[0].take_load()
+    top, steps = model.config.gate.top_k, 4
+    assert load[:-1].sum(1).tolist() == [(19 + 32 + 2 * steps) * top] * (load.shape[0] - 1)
+    assert int(load[-1].sum()) == (18 + 31 + 2 * steps) * top
+    assert not group[0].take_load().any()
+    assert not group[1].take_load().any()
 
 
 def test_a_rank_that_does_not_come_is_named_and_no_result_is_used(models):

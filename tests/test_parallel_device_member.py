@@ -12,11 +12,12 @@ from test_parallel_member import free_addresses, together
 
 from pdmesh.kernels.expert_exchange import ExchangeSize
 from pdmesh.model.batch import Batch, SequenceSlice
-from pdmesh.model.device.building import build_weights
+from pdmesh.model.device.building import build_expert, build_weights
 from pdmesh.model.device.graphs import plain_capture
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.sources import ModelSource
 from pdmesh.model.device.spread import Exchange, spread_over
+from pdmesh.model.parallel.balancer import BalanceRule
 from pdmesh.model.parallel.device_member import DeviceMember
 from pdmesh.model.parallel.exchange import RankLost
 from pdmesh.model.parallel.meeting import Place
@@ -175,6 +176,33 @@ def test_a_rank_of_an_earlier_group_is_waited_out_and_the_group_forms_anew(model
         for member in second:
             if member is not None:
                 member.close()
+
+
+def test_experts_are_placed_anew_while_ranks_compute_and_no_token_changes(models, monkeypatch):
+    monkeypatch.setattr("pdmesh.model.parallel.device_member.LOAD_STEPS", 3)
+    model, whole = models
+    rule = BalanceRule(10, window=2, min_rows=20, tolerance=1.0)
+    source = ModelSource(model)
+    layers = [n for n in range(3) if model.config.is_moe_layer(n)]
+
+    def reader(layer, expert):
+        return build_expert(model.config, source, layers[layer], expert, CPU)
+
+    with group(model, 2, redundant=2, rule=rule, reader=reader) as members:
+        plans = set()
+        for turn in range(40):
+            calls = [
+                lambda m=m, seed=100 * n + turn: talking(m, (20, 33), seed, 2)
+                for n, m in enumerate(members)
+            ]
+            expected = [alone(whole, (20, 33), 100 * n + turn)[:2] for n in range(2)]
+            assert together(calls) == expected
+            plans.add(members[0].status().plan)
+            if max(plans) > 0:
+                break
+        assert {member.status().plan for member in members} == {max(plans)}
+        assert max(plans) > 0
+        assert members[0]._rank.placement == members[1]._rank.placement
 
 
 def test_ranks_that_would_exchange_other_rows_refuse_each_other(models):

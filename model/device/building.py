@@ -55,6 +55,19 @@ def build_weights(
     )
 
 
+def build_expert(
+    config: ModelConfig, source: WeightSource, layer: int, expert: int, device: torch.device
+) -> MlpWeights:
+    """One routed expert of a layer, as `build_weights` puts it into a slot.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    builder = _Builder(config, source, device, torch.bfloat16, None)
+    prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+    return builder.mlp(prefix, config.moe_intermediate_size)
+
+
 class _Builder:
     def __init__(
         self,
@@ -112,7 +125,7 @@ class _Builder:
         if config.is_moe_layer(layer):
             mlp = self._moe(f"{prefix}.mlp")
         else:
-            mlp = self._mlp(f"{prefix}.mlp", config.intermediate_size)
+            mlp = self.mlp(f"{prefix}.mlp", config.intermediate_size)
         return LayerWeights(
             norm, self._norm(f"{prefix}.post_attention_layernorm.weight"), attention, mlp
         )
@@ -151,7 +164,8 @@ class _Builder:
             ),
         )
 
-    def _mlp(self, prefix: str, size: int) -> MlpWeights:
+    def mlp(self, prefix: str, size: int) -> MlpWeights:
+        """A SwiGLU of this intermediate size."""
         hidden, wide = self._config.hidden_size, round_up(size)
         gate_up = empty_blocks(2 * wide, hidden, device=self._device)
         down = empty_blocks(hidden, wide, device=self._device)
@@ -179,7 +193,7 @@ class _Builder:
             self._swiglu(f"{prefix}.experts.{expert}", size, *one)
         shared = None
         if c.n_shared_experts:
-            shared = self._mlp(f"{prefix}.shared_experts", size * c.n_shared_experts)
+            shared = self.mlp(f"{prefix}.shared_experts", size * c.n_shared_experts)
         return MoeWeights(router, bias, gate_up, down, shared)
 
     def _matrix(self, prefix: str, rows: int, columns: int) -> BlockWeight:

@@ -15,9 +15,11 @@ from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.padding import PaddedStep, fits, graph_sizes, padded, padded_size
 from pdmesh.model.device.stages import DeviceWork, Stages
 from pdmesh.model.device.step import plan_step
-from pdmesh.model.device.weights import MoeWeights
+from pdmesh.model.device.weights import MlpWeights, MoeWeights
 from pdmesh.model.parallel.microbatch import reads_ahead, split_batch
 from pdmesh.model.parallel.nvshmem import NvshmemExperts
+from pdmesh.model.parallel.placement import Placement
+from pdmesh.model.parallel.replicas import ReplicaTable
 from pdmesh.model.parallel.schedule import Item, Mode, plan_schedule
 from pdmesh.wire.logs import event
 
@@ -33,25 +35,70 @@ class DeviceRank:
     Args:
         model: its weights, of the routed experts those that this rank holds, in slots.
         exchange: with the other ranks.
+        placement: of the experts.
+
+    Attributes:
+        routed: numbers of the layers that have routed experts, in order.
     """
 
-    def __init__(self, model: DeviceModel, exchange: NvshmemExperts) -> None:
+    def __init__(self, model: DeviceModel, exchange: NvshmemExperts, placement: Placement) -> None:
         self.model = model
         self.exchange = exchange
+        self.placement = placement
         weights = model.weights
         layers = [*weights.layers, *(() if weights.mtp is None else (weights.mtp.layer,))]
         routed = [n for n, layer in enumerate(layers) if isinstance(layer.mlp, MoeWeights)]
-        self._routed = frozenset(routed)
+        self.routed = tuple(routed)
+        experts = (len(routed), model.config.n_routed_experts)
         self._stages = Stages(
             model.layers,
             layers,
             {layer: number for number, layer in enumerate(routed)},
             exchange,
             model.config.rms_norm_eps,
+            torch.zeros(experts, dtype=torch.int64, device=model.device),
         )
         self._pool: Tensor | None = None
         self._graphs: dict[tuple[Mode, int], list[StepGraphs]] = {}
         self._idle: dict[tuple[Mode, int], Callable[[], None]] = {}
+
+    def take_load(self) -> Tensor:
+        """How often rows of this rank chose each expert since the last call: [MoE layers, experts]
+        int64 on the host."""
+        load = self._stages.load.cpu().clone()
+        self._stages.load.zero_()
+        return load
+
+    def moves(self, placement: Placement) -> list[tuple[int, int, int]]:
+        """MoE layer, slot and expert of what this rank lacks for a placement."""
+        rank = self.exchange.rank
+        return [
+            (layer, slot, expert)
+            for layer, (before, after) in enumerate(
+                zip(self.placement.layers, placement.layers, strict=True)
+            )
+            for slot, expert in enumerate(after[rank])
+            if before[rank][slot : slot + 1] != (expert,)
+        ]
+
+    @torch.no_grad()
+    def place(self, placement: Placement, expert: Callable[[int, int], MlpWeights]) -> None:
+        """Other places of the experts, in the memory that captured graphs read. Between steps, by
+        all ranks between the same ones.
+
+        Args:
+            placement: with no more slots or copies than there is room for.
+            expert: the weights of an expert of a MoE layer, by its number there and in it.
+        """
+        for layer, slot, number in self.moves(placement):
+            held, given = self._stages.weights[self.routed[layer]].mlp, expert(layer, number)
+            assert isinstance(held, MoeWeights)
+            for there, new in ((held.gate_up, given.gate_up), (held.down, given.down)):
+                there.values[slot].copy_(new.values)
+                there.scales[slot].copy_(new.scales)
+        layers = range(len(placement.layers))
+        self.exchange.place([ReplicaTable.build(placement, n, self.model.device) for n in layers])
+        self.placement = placement
 
     @torch.no_grad()
     def forward(
@@ -161,7 +208,7 @@ class DeviceRank:
     def _schedule(self, mode: Mode, kind: int) -> tuple[Item, ...]:
         count = self.model.config.num_hidden_layers
         numbers = range(count, count + 1) if kind else range(count)
-        return plan_schedule([(number, number in self._routed) for number in numbers], mode)
+        return plan_schedule([(number, number in self.routed) for number in numbers], mode)
 
     def _without_rows(self, mode: Mode, kind: int) -> Tensor:
         replay = self._idle.get((mode, kind))

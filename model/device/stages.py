@@ -114,6 +114,8 @@ class Stages:
         moe_layers: the number in the placement of each layer that has routed experts.
         exchange: with the other ranks.
         eps: of the norms.
+        load: [MoE layers, experts] int64, how often rows of this rank chose each expert; rows that
+            fill a captured step up before a sequence's first one count too.
     """
 
     layers: Layers
@@ -121,6 +123,7 @@ class Stages:
     moe_layers: Mapping[int, int]
     exchange: NvshmemExperts
     eps: float
+    load: Tensor
 
     def walk(self, schedule: Sequence[Item], work: DeviceWork) -> Tensor:
         """The whole schedule: [m, hidden]."""
@@ -143,7 +146,7 @@ class Stages:
                 self._project(item, work, flow, weights)
             case Stage.ATTEND:
                 self._attend(item, work, flow, weights)
-                self._route(flow, _moe(weights))
+                self._route(item, flow, _moe(weights))
             case Stage.SEND:
                 self._dispatch(item, flow)
                 self._share(flow, _moe(weights))
@@ -183,7 +186,7 @@ class Stages:
             attended, flow.residual, w.post_norm, self.eps
         )
 
-    def _route(self, flow: DeviceFlow, w: MoeWeights) -> None:
+    def _route(self, item: Item, flow: DeviceFlow, w: MoeWeights) -> None:
         if flow.step is None:
             top_k = self.exchange.size.top_k
             flow.normed = flow.residual
@@ -193,6 +196,7 @@ class Stages:
         assert flow.normed is not None
         routed = self.layers.route(w, flow.normed, flow.step.num_rows)
         flow.ids, flow.weights = routed.ids, routed.weights
+        self.load[self.moe_layers[item.layer]].add_(routed.counts)
 
     def _dispatch(self, item: Item, flow: DeviceFlow) -> None:
         assert flow.normed is not None

@@ -19,23 +19,22 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from pdmesh.kernels.symmetric import SymmetricHeap
 from pdmesh.model.batch import Batch, Form
 from pdmesh.model.config import ModelConfig
+from pdmesh.model.device.ahead import Ahead, Reader
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.rank import DeviceRank
 from pdmesh.model.device.spread import Exchange
 from pdmesh.model.parallel.assembly import Agreed
+from pdmesh.model.parallel.balancer import BalanceRule
 from pdmesh.model.parallel.calls import Call, Calls
-from pdmesh.model.parallel.device_heap import join_heap
-from pdmesh.model.parallel.exchange import Channel, RankLost
-from pdmesh.model.parallel.host_lane import HostLane
+from pdmesh.model.parallel.device_forming import Asked, Prepare, form_rank, greet, settled
+from pdmesh.model.parallel.exchange import RankLost
 from pdmesh.model.parallel.meeting import Meeting, Place
 from pdmesh.model.parallel.microbatch import split_rows
-from pdmesh.model.parallel.nvshmem import NvshmemExperts
 from pdmesh.model.parallel.placement import Placement
 from pdmesh.model.parallel.plans import Plans
-from pdmesh.model.parallel.replicas import ReplicaTable
+from pdmesh.model.parallel.rebalancing import LOAD_STEPS, tell_load
 from pdmesh.model.parallel.schedule import Mode, choose_mode
 from pdmesh.wire.errors import PdmeshError, Unavailable
 from pdmesh.wire.logs import event
@@ -43,18 +42,10 @@ from pdmesh.wire.messages import RankStatus
 
 log = logging.getLogger(__name__)
 
-WAIT_S = 30.0
-"""How long a device waits for another rank in a step; that a process has died is known before."""
-PREPARING_S = 600.0
-"""How long ranks wait for each other before the first step: they compile kernels."""
 EXIT_UNFORMED = 75
 """Exit status of a worker whose group did not form (EX_TEMPFAIL of sysexits.h)."""
 COUNT_STEPS = 64
 """Steps after which bytes are counted, which waits for the device."""
-
-
-Prepare = Callable[[DeviceRank, Callable[[], None]], None]
-"""Captures a rank's graphs; to be given what has to be called between computing and recording."""
 
 
 class DeviceMember:
@@ -67,6 +58,8 @@ class DeviceMember:
         exchange: how rows are exchanged.
         digest: of what else has to be the same everywhere.
         prepare: called once the group is there, before the first step, on all ranks alike.
+        rule: when to place experts anew; None: never.
+        reader: reads the experts that other placements take; there has to be one for a rule.
     """
 
     def __init__(
@@ -77,6 +70,8 @@ class DeviceMember:
         exchange: Exchange,
         digest: str,
         prepare: Prepare = lambda rank, between: None,
+        rule: BalanceRule | None = None,
+        reader: Reader | None = None,
     ) -> None:
         self.place = place
         self.steps = 0
@@ -85,8 +80,12 @@ class DeviceMember:
         self._placement = placement
         self._exchange = exchange
         self._prepare = prepare
-        plans = Plans(place.rank, len(place.addresses), placement, None)
-        self._meeting = Meeting(place, plans, digest)
+        self._plans = Plans(place.rank, len(place.addresses), placement, rule)
+        self._plans.deferred = True
+        self._rule = rule
+        self._ahead = Ahead(reader)
+        self._plan = 0
+        self._meeting = Meeting(place, self._plans, digest)
         self._calls = Calls(self._meeting.changed)
         self._rank: DeviceRank | None = None
         self._formed: tuple[int, ...] | None = None
@@ -154,52 +153,28 @@ class DeviceMember:
         """
         self._meeting.start(within_s)
         try:
-            self._form(within_s)
+            self._join(within_s)
         except BaseException:
             self._meeting.close()
             raise
         self._ready = True
         self._thread.start()
+        threading.Thread(target=self._read, name="ep-experts", daemon=True).start()
 
-    def _form(self, within_s: float) -> None:
-        """The job of all ranks. Each says that it is new first: one of an earlier group, which has
-        not noticed yet that it is over, does not."""
-        count = len(self.place.addresses)
-        self._meeting.gather(Channel("new", 0, -1, -1), (), within_s, forming=True)
+    def _join(self, within_s: float) -> None:
+        greet(self._meeting, within_s)
         self._formed = self._losses()
         threading.Thread(target=self._watch, name="ep-watch", daemon=True).start()
-        device = self._model.device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        heap = join_heap(self._meeting, self.place.rank, count, device, self._exchange.symmetric)
-        self._rank = DeviceRank(self._model, self._ends(heap))
-        self._meeting.gather(Channel("met", 0, 0, -1), (), PREPARING_S)
-        exchange = self._rank.exchange
-
-        def between() -> None:
-            """What has been computed so far was compiled for; from here on ranks are in step."""
-            self._synchronize()
-            exchange.check()
-            exchange.wait_for(WAIT_S)
-
+        asked = Asked(self._model, self._placement, self._exchange, self._most_copies)
         with torch.inference_mode():
-            self._prepare(self._rank, between)
-        self._synchronize()
-        exchange.check()
-        self._meeting.gather(Channel("met", 0, 1, -1), (), PREPARING_S)
-        exchange.wait_for(WAIT_S)
-        event(log, "ranks_formed", rank=self.place.rank, size=count, device=device)
+            self._rank = form_rank(self._meeting, asked, self._gone, self._prepare)
 
-    def _ends(self, heap: SymmetricHeap) -> NvshmemExperts:
-        layers = range(len(self._placement.layers))
-        tables = [ReplicaTable.build(self._placement, n, self._model.device) for n in layers]
-        host = heap.device.type == "cpu"
-        size, lanes = self._exchange.size, self._exchange.lanes
-        ends = NvshmemExperts(heap, tables, size, None, lanes, PREPARING_S, host=host)
-        for lane in ends.lanes:
-            if isinstance(lane, HostLane):
-                lane.gone = self._gone
-        return ends
+    @property
+    def _most_copies(self) -> int:
+        """Of an expert, under any plan."""
+        return (
+            1 if self._rule is None else self._rule.num_physical - self.config.n_routed_experts + 1
+        )
 
     def close(self) -> None:
         """Leaves the group; calls that wait fail. Idempotent."""
@@ -217,7 +192,7 @@ class DeviceMember:
             steps=self.steps,
             repeated=0,
             sent_bytes=self._sent_bytes,
-            plan=0,
+            plan=self._plan,
         )
 
     async def ended(self) -> None:
@@ -290,21 +265,49 @@ class DeviceMember:
     def _step(self, agreed: Agreed) -> None:
         assert self._rank is not None
         self.steps += 1
+        if agreed.plan != self._plan:
+            self._place(agreed.plan)
         call = self._calls.of(agreed.kind)
         mode = choose_mode("auto", agreed.most_rows, self._exchange.threshold)
         result = _computed(self._rank, agreed.kind == "mtp", mode, call)
-        self._synchronize()
-        self._rank.exchange.check()
+        settled(self._rank)
         if self.steps % COUNT_STEPS == 1:
             self._sent_bytes = self._rank.exchange.sent.all
         if call is not None:
             call.result = result
             self._calls.done(call)
+        if self._rule is not None and self.steps % LOAD_STEPS == 0:
+            load = self._rank.take_load()
+            tell_load(self._meeting, self._plans, agreed, len(self.place.addresses), load)
 
-    def _synchronize(self) -> None:
-        """Waits for this thread's work on the device: only then is it known who came."""
-        if self._model.device.type == "cuda":
-            torch.cuda.current_stream(self._model.device).synchronize()
+    def _place(self, number: int) -> None:
+        """Puts a plan in use, as all ranks do before this step."""
+        assert self._rank is not None
+        with self._meeting.changed:
+            placement = self._plans.placement(number)
+        self._rank.place(placement, self._ahead.expert)
+        self._ahead.drop()
+        self._plan = number
+        event(log, "experts_placed", rank=self.place.rank, plan=number)
+
+    def _read(self) -> None:
+        """Reads what newer plans take, until the group is left."""
+        changed, rank = self._meeting.changed, self._rank
+        assert rank is not None
+        while True:
+            with changed:
+                changed.wait_for(lambda: self._meeting.closed or self._plans.waiting is not None)
+                number = self._plans.waiting
+                if self._meeting.closed or number is None:
+                    return
+                placement = self._plans.placement(number)
+            try:
+                self._ahead.read(rank.moves(placement))
+            except Exception:
+                log.exception("the experts of plan %d cannot be read; steps go on without", number)
+                return
+            with changed:
+                self._plans.prepared(number)
 
 
 def _computed(rank: DeviceRank, mtp: bool, mode: Mode, call: Call | None) -> Tensor:

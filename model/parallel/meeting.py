@@ -283,6 +283,11 @@ class Meeting:
         """See `Transport`."""
         return self._place.rank
 
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return len(self._place.addresses)
+
     def post(self, to: int, channel: Channel, message: Message) -> None:
         """See `Transport`."""
         if to == self._place.rank:

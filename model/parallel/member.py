@@ -26,13 +26,12 @@ from pdmesh.model.parallel.assembly import Agreed
 from pdmesh.model.parallel.balancer import BalanceRule
 from pdmesh.model.parallel.building import RankBuilder
 from pdmesh.model.parallel.calls import Call, Calls
-from pdmesh.model.parallel.exchange import Channel
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.holding import Holding
-from pdmesh.model.parallel.meeting import LOAD, Meeting, Place
+from pdmesh.model.parallel.meeting import Meeting, Place
 from pdmesh.model.parallel.placement import Placement
-from pdmesh.model.parallel.plans import Plan, Plans
-from pdmesh.model.parallel.rank import Rank
+from pdmesh.model.parallel.plans import Plans
+from pdmesh.model.parallel.rebalancing import LOAD_STEPS, tell_load
 from pdmesh.model.parallel.schedule import choose_mode, plan_schedule
 from pdmesh.model.parallel.step import RankBatch, begin, first_rows, mtp_rows, walk
 from pdmesh.model.parallel.team import Rows, Team
@@ -43,9 +42,6 @@ from pdmesh.wire.logs import event
 from pdmesh.wire.messages import RankStatus
 
 log = logging.getLogger(__name__)
-
-LOAD_STEPS = 64
-"""Steps of all ranks after which a rank sends them."""
 
 
 class Member:
@@ -265,25 +261,10 @@ class Member:
         result = walk(rank, schedule, work, self._timeline, self.place.rank)
         if rows is not None and self._team.whole(agreed.members):
             self._team.computed(rows, numbers)
-        if self.steps % LOAD_STEPS == 0:
-            self._balance(agreed, rank)
+        if self.steps % LOAD_STEPS == 0 and rank.load is not None:
+            size = len(self.place.addresses)
+            tell_load(self._meeting, self._plans, agreed, size, rank.load.take())
         return None if call is None else result
-
-    def _balance(self, agreed: Agreed, rank: Rank) -> None:
-        """Tells the leader what this rank's rows asked for; the leader looks at the plan."""
-        leader = agreed.members[0]
-        if rank.load is None:
-            return
-        self._meeting.post(leader, Channel(LOAD, agreed.step, -1, -1), (rank.load.take(),))
-        if leader == self.place.rank and len(agreed.members) == len(self.place.addresses):
-            others = [r for r in agreed.members if r != leader]
-            made: list[Plan] = []
-            with self._meeting.changed:
-                self._plans.lead(agreed.plan, made.append)
-                self._meeting.changed.notify_all()
-            for plan in made:
-                event(log, "experts_planned", plan=plan.number)
-                self._meeting.tell(others, plan)
 
     def _fail_all(self, error: BaseException) -> None:
         with self._meeting.changed:

@@ -11,12 +11,14 @@ from pathlib import Path
 from pdmesh.model.computing import ComputingModel
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.device.ahead import expert_reader
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.spread import Spread, spread_over
 from pdmesh.model.expert_source import StoredExperts
 from pdmesh.model.moe import Moe
 from pdmesh.model.parallel.balancer import BalanceRule
-from pdmesh.model.parallel.device_member import DeviceMember, Prepare
+from pdmesh.model.parallel.device_forming import Prepare
+from pdmesh.model.parallel.device_member import DeviceMember
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.meeting import Place
 from pdmesh.model.parallel.member import Member
@@ -153,9 +155,14 @@ async def _on_devices(
     spread = ranks.spread(model.config, fmt.mtp_layers > 0)
     if spread is None:
         return model, None
-    digest = f"{_digest(fmt, ranks)} {ranks.most_rows}"
-    placement, exchange = spread.placement, spread.exchange
-    member = DeviceMember(model, _place(ranks), placement, exchange, digest, prepare)
+    digest = f"{_digest(fmt, ranks)} {ranks.most_rows} {ranks.rebalance}"
+    rule = reader = None
+    if ranks.rebalance and ranks.path is not None:
+        rule = BalanceRule(model.config.n_routed_experts + ranks.redundant)
+        reader = expert_reader(ranks.path, model.config, fmt.mtp_layers > 0)
+    member = DeviceMember(
+        model, _place(ranks), spread.placement, spread.exchange, digest, prepare, rule, reader
+    )
     await asyncio.to_thread(member.start, within_s)
     return member, member
 
