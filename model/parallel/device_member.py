@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 EXIT_UNFORMED = 75
 """Exit status of a worker whose group did not form (EX_TEMPFAIL of sysexits.h)."""
 COUNT_STEPS = 64
-"""Steps after which bytes are counted, which waits for the device."""
+"""Steps on a device after which sent bytes are read from it."""
 
 
 class DeviceMember:
@@ -115,24 +115,27 @@ class DeviceMember:
             Unavailable: the group has been left.
         """
         self._model.check(batch, latents)
-        parts = split_rows(batch, self._exchange.size.tokens)
-        calls = [Call("forward", p, latents, form) for p in parts]
+        parts = self._parts(batch)
+        calls = [Call("forward", part, latents, form) for part in parts]
         calls[-1].on_layer = on_layer
-        return torch.cat([self._calls.run(call) for call in calls])
+        return _joined([self._calls.run(call) for call in calls])
 
     def mtp_forward(
         self, batch: Batch, previous_hidden: Tensor, latents: Tensor, form: Form
     ) -> Tensor:
         """As `DeviceModel.mtp_forward`; as `forward`."""
         self._model.check_mtp(batch, latents)
-        parts = split_rows(batch, self._exchange.size.tokens)
+        parts = self._parts(batch)
         before = torch.split(previous_hidden, [part.num_rows for part in parts])
-        return torch.cat(
-            [
-                self._calls.run(Call("mtp", part, latents, form, rows))
-                for part, rows in zip(parts, before, strict=True)
-            ]
-        )
+        calls = [
+            Call("mtp", part, latents, form, rows) for part, rows in zip(parts, before, strict=True)
+        ]
+        return _joined([self._calls.run(call) for call in calls])
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """In steps of as many rows as an exchange takes; cutting one reads it from the device."""
+        most = self._exchange.size.tokens
+        return [batch] if batch.num_rows <= most else split_rows(batch, most)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `DeviceModel.logits`; computed here alone."""
@@ -271,7 +274,7 @@ class DeviceMember:
         mode = choose_mode("auto", agreed.most_rows, self._exchange.threshold)
         result = _computed(self._rank, agreed.kind == "mtp", mode, call)
         settled(self._rank)
-        if self.steps % COUNT_STEPS == 1:
+        if self._model.device.type == "cpu" or self.steps % COUNT_STEPS == 1:
             self._sent_bytes = self._rank.exchange.sent.all
         if call is not None:
             call.result = result
@@ -308,6 +311,10 @@ class DeviceMember:
                 return
             with changed:
                 self._plans.prepared(number)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _computed(rank: DeviceRank, mtp: bool, mode: Mode, call: Call | None) -> Tensor:
