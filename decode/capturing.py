@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import torch
 from torch import Tensor
 
 from pdmesh.decode.config import DecodeConfig
 from pdmesh.decode.runner import AUTO, most_drafts
+from pdmesh.model.device.graphs import cuda_capture
 from pdmesh.model.device.model import DeviceModel
+from pdmesh.model.device.rank import DeviceRank
+from pdmesh.model.parallel.device_forming import PREPARING_S
+from pdmesh.model.parallel.schedule import Mode
 
 
 def captured_rows(draft_tokens: int, mtp: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -28,3 +35,29 @@ def capture(model: DeviceModel, pool: Tensor, config: DecodeConfig) -> None:
         return
     rows, mtp_rows = captured_rows(config.draft_tokens, model.weights.mtp is not None)
     model.capture(pool, rows, config.max_batch, mtp_rows)
+
+
+def capture_rank(
+    pool: Tensor,
+    config: DecodeConfig,
+    modes: Sequence[Mode],
+    rank: DeviceRank,
+    between: Callable[[], None],
+) -> None:
+    """Captures the graphs of a worker that is a rank, as all of its group do at the same time.
+
+    Args:
+        modes: schedules that steps may have.
+        between: called after computing, before anything is recorded.
+    """
+    if rank.model.device.type != "cuda":
+        return
+    rows, mtp_rows = captured_rows(config.draft_tokens, rank.model.weights.mtp is not None)
+    pools = torch.cuda.graph_pool_handle()
+
+    def recorder(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        rank.exchange.wait_for(PREPARING_S)
+        return cuda_capture(pools, between)(compute)
+
+    rank.capture(pool, rows, config.max_batch, mtp_rows, modes, recorder)
+    rank.exchange.wait_for(PREPARING_S)

@@ -12,7 +12,7 @@ from functools import partial
 import msgspec
 import torch
 
-from pdmesh.decode.capturing import capture
+from pdmesh.decode.capturing import capture, capture_rank
 from pdmesh.decode.config import DecodeConfig
 from pdmesh.decode.limits import DecodeLimits
 from pdmesh.decode.methods import migration_methods
@@ -29,8 +29,10 @@ from pdmesh.kvtransfer.pull_exchange import PrefixExchange
 from pdmesh.kvtransfer.receiver import TransferReceiver
 from pdmesh.kvtransfer.sender import TransferSender
 from pdmesh.kvtransfer.transports import make_dialers, make_listeners, make_page_transports
+from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.device.model import DeviceModel
+from pdmesh.model.device.spread import Spread
 from pdmesh.model.parallel.serving import Ranks, computing, follow, join_ranks, rank_status
 from pdmesh.model.served import (
     Placing,
@@ -47,7 +49,7 @@ from pdmesh.registry.publisher import WorkerLease
 from pdmesh.registry.pull_metrics import PullMetrics
 from pdmesh.registry.replicas import watching_replicas
 from pdmesh.registry.transfer_metrics import TransferMetrics
-from pdmesh.registry.watchdog import Watchdog, step_bound_s, watched
+from pdmesh.registry.watchdog import Watchdog, end_process, step_bound_s, watched
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
 from pdmesh.wire.logs import event
@@ -76,20 +78,10 @@ async def serve_decode(config: DecodeConfig) -> None:
     """
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
-    config = _planned(config)
-    model, fmt = _load(config)
-    ranks = Ranks(
-        config.ep_rank,
-        config.ep_ranks,
-        f"{config.mesh}/decode",
-        2 * config.lease_ttl_s,
-        config.redundant_experts,
-        config.rebalance,
-        config.virtual_ranks,
-        config.tp,
-        config.model_path if len(config.ep_ranks) > 1 else None,
-        config.microbatch_rows,
-    )
+    ranks = _ranks(config)
+    spread = _spread(config, ranks)
+    config = _planned(config, spread)
+    model, fmt = _load(config, spread)
     if ranks.follows:
         await follow(model, fmt, ranks, config.worker_id)
         return
@@ -106,7 +98,8 @@ async def serve_decode(config: DecodeConfig) -> None:
     if isinstance(model, DeviceModel):
         for line in model.ops.describe():
             event(log, "backend", worker=config.worker_id, choice=line)
-        capture(model, store.tensor, config)
+        if spread is None:
+            capture(model, store.tensor, config)
     leases: list[WorkerLease] = []
     copies = ReplicaHints()
     kv = KvManager(
@@ -123,7 +116,9 @@ async def serve_decode(config: DecodeConfig) -> None:
     receiver = TransferReceiver(store, listeners)
     receiver.start()
     scheduler: DecodeScheduler[DecodeSequence] = DecodeScheduler(config.max_batch)
-    called, rank = await join_ranks(model, fmt, ranks)
+    modes = () if spread is None else spread.exchange.modes
+    prepare = partial(capture_rank, store.tensor, config, modes)
+    called, rank = await join_ranks(model, fmt, ranks, prepare=prepare)
     runner = DecodeRunner(called, store, fmt.page_size, config.draft_tokens, watch=watchdog)
     sender = TransferSender(fmt, make_dialers(config.transports, store), store)
     worker = DecodeWorker(runner, kv, store, receiver, scheduler, limits, sender=sender)
@@ -213,6 +208,8 @@ async def serve_decode(config: DecodeConfig) -> None:
         receiver.close()
         if rank is not None:
             await asyncio.to_thread(rank.close)
+        if spread is not None and model.device.type == "cuda":
+            end_process()  # leaving NVSHMEM's job waits for all ranks, which may be gone
 
     methods = [
         Method("Reserve", ReserveRequest, unary=reserve),
@@ -241,7 +238,35 @@ def _placing(config: DecodeConfig) -> Placing:
     return Placing(config.device, config.precision, config.latents)
 
 
-def _planned(config: DecodeConfig) -> DecodeConfig:
+def _rows(config: DecodeConfig) -> int:
+    """Of the largest step."""
+    return config.max_batch * (1 + most_drafts(config.draft_tokens))
+
+
+def _ranks(config: DecodeConfig) -> Ranks:
+    return Ranks(
+        config.ep_rank,
+        config.ep_ranks,
+        f"{config.mesh}/decode",
+        2 * config.lease_ttl_s,
+        config.redundant_experts,
+        config.rebalance,
+        config.virtual_ranks,
+        config.tp,
+        config.model_path if len(config.ep_ranks) > 1 else None,
+        config.microbatch_rows,
+        _rows(config),
+    )
+
+
+def _spread(config: DecodeConfig, ranks: Ranks) -> Spread | None:
+    """The worker's part of a model in FP8."""
+    if _placing(config).chosen != "fp8":
+        return None
+    return ranks.spread(ModelConfig.from_path(config.model_path), config.mtp)
+
+
+def _planned(config: DecodeConfig, spread: Spread | None) -> DecodeConfig:
     """The config with the number of pages that there is room for."""
     pages, plan = plan_pages(
         config.model_path,
@@ -250,15 +275,18 @@ def _planned(config: DecodeConfig) -> DecodeConfig:
         page_size=config.page_size,
         share=config.memory_share,
         pages=config.pages,
-        rows=config.max_batch * (1 + most_drafts(config.draft_tokens)),
+        rows=_rows(config),
         sequences=config.max_batch,
+        spread=spread,
     )
     if plan is not None:
         event(log, "memory planned", worker=config.worker_id, plan=plan.describe())
     return replace(config, pages=pages)
 
 
-def _load(config: DecodeConfig) -> tuple[DeepseekV3 | DeviceModel, PageFormat]:
+def _load(
+    config: DecodeConfig, spread: Spread | None
+) -> tuple[DeepseekV3 | DeviceModel, PageFormat]:
     loading = LoadingLog(config.worker_id, config.model_path)
     loaded = load_served_model(
         config.model_path,
@@ -270,6 +298,7 @@ def _load(config: DecodeConfig) -> tuple[DeepseekV3 | DeviceModel, PageFormat]:
         arithmetic=config.arithmetic,
         progress=loading.progress,
         experts=len(config.ep_ranks) < 2,
+        spread=spread,
     )
     loading.loaded()
     return loaded

@@ -113,6 +113,21 @@ class ExchangeSize:
         """What one rank can send another at once: notes, then records; padded to 128 bytes."""
         return self.notes_bytes + -(-self.tokens * self.record // 128) * 128
 
+    def symmetric_bytes(self) -> int:
+        """Symmetric memory of one exchange in flight, where all ranks are mapped."""
+        ranks, slots = self.ranks, self.slots
+        regions = (
+            *(2 * ranks * 8, 2 * ranks * 8, ranks * 8, 2 * ranks * slots * 4),
+            *(ranks * slots * 4, 8, 2 * ranks * self.inbox_bytes),
+            self.tokens * self.top_k * self.hidden * 2,
+        )
+        return sum(-(-nbytes // 128) * 128 for nbytes in regions)
+
+    def arrived_bytes(self) -> int:
+        """What `new_arrived` takes, and bfloat16 outputs of the same shape."""
+        row = self.hidden + self.hidden // BLOCK * 4 + 4 + 2 * self.hidden
+        return self.slots * self.max_rows * row
+
     def dispatch_bytes(self, rows: int) -> int:
         """Bytes on the wire to one peer that gets `rows` rows: counts for its slots come along."""
         return 8 + 4 * self.slots + rows * (self.record + self.note)

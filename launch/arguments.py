@@ -219,7 +219,10 @@ def _add_mode(parser: argparse.ArgumentParser) -> None:
         help="fast: prompts in MHA form (default); exact: prompts and answers in one form, slower, "
         "and a retry or a cached answer never changes a token",
     )
-    parser.add_argument("--device", help="where workers compute: cpu (default), cuda or cuda:N")
+    parser.add_argument(
+        "--device",
+        help="where workers compute: cpu (default), cuda or cuda:N; up: cuda:N,cuda:M in turn",
+    )
     parser.add_argument(
         "--precision", metavar="P", help="of products: plain, fp8 or auto: fp8 on CUDA (default)"
     )

@@ -67,9 +67,12 @@ def check_together(topology: Topology) -> None:
 
 def _check_device(topology: Topology) -> None:
     model = topology.model
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", model.device):
+    if not re.fullmatch(r"cpu|cuda|cuda:\d+(,cuda:\d+)*", model.device):
         with topology.blamed("model", "device"):
-            raise ConfigError(f"there is no device {model.device!r}; say cpu, cuda or cuda:N")
+            raise ConfigError(
+                f"there is no device {model.device!r}; say cpu, cuda or cuda:N, or "
+                "cuda:N,cuda:M,... for workers to take in turn"
+            )
     fp8 = model.precision == "fp8" or (model.precision == "auto" and model.device != "cpu")
     if model.latents == "fp8" and not fp8:
         with topology.blamed("model", "latents"):
@@ -82,14 +85,16 @@ def _check_device(topology: Topology) -> None:
                 "exact arithmetic gives a row the same bits in any batch, which FP8 products do "
                 "not; use fast arithmetic, or --precision plain"
             )
-    for role, section in (("prefill", topology.prefill), ("decode", topology.decode)):
-        for key in ("ep", "virtual_ranks"):
-            if getattr(section, key) > 1:
-                with topology.blamed(role, key):
-                    raise ConfigError(
-                        "ranks that share experts compute in plain precision, not in fp8; add "
-                        "--precision plain"
-                    )
+    refused = (
+        ("prefill", "ep", "prefill workers in fp8 compute with all experts"),
+        ("prefill", "virtual_ranks", "virtual ranks compute in plain precision, not in fp8"),
+        ("decode", "virtual_ranks", "virtual ranks compute in plain precision, not in fp8"),
+        ("decode", "tp", "ranks in fp8 have all attention heads"),
+    )
+    for role, key, why in refused:
+        if getattr(getattr(topology, role), key) > 1:
+            with topology.blamed(role, key):
+                raise ConfigError(f"{why}; leave it at 1, or add --precision plain")
 
 
 def _check_drafts(topology: Topology, config: Mapping[str, object]) -> None:

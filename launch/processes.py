@@ -70,6 +70,7 @@ def router_spec(
             *("--id", name, "--port", str(port), "--deadline", str(router.deadline_s)),
             *("--max-attempts", str(router.max_attempts), "--policy", router.policy),
             *("--metrics-port", str(metrics_port), "--admin-file", str(admin_file)),
+            *("--device", topology.model.device.split(",")[0]),
             *_shared_arguments(topology, secret),
         ),
         1,
@@ -91,7 +92,7 @@ def worker_spec(
     section = topology.prefill if role == "prefill" else topology.decode
     threads = threads_per_worker(topology, section.threads)
     own = _prefill_arguments(topology) if role == "prefill" else _decode_arguments(topology)
-    sizes = ("--pages", *_pages(topology, role, section.pages), "--threads", str(threads))
+    sizes = ("--pages", *_pages(topology, role, name, section.pages), "--threads", str(threads))
     moving = ("--transports", ",".join(topology.mesh.transports))
     ending = ("--drain-s", str(topology.mesh.drain_s), "--metrics-port", str(metrics_port))
     hints = () if topology.kvcache.replica_hints else ("--no-replica-hints",)
@@ -100,18 +101,28 @@ def worker_spec(
     ranks = () if place is None else place.arguments + _expert_arguments(section)
     if section.virtual_ranks > 1:
         ranks = (*ranks, "--virtual-ranks", str(section.virtual_ranks))
-    arguments = ("--id", name, *sizes, *own, *ranks, *caching, *moving, *ending, *shared)
+    placed = ("--device", device_of(topology, name))
+    arguments = ("--id", name, *sizes, *own, *ranks, *caching, *moving, *ending, *placed, *shared)
     follows = place is not None and place.rank % section.tp != 0
     return Spec(name, role, arguments, threads, follows)
 
 
-def _pages(topology: Topology, role: WorkerRole, pages: int) -> tuple[str, ...]:
-    """Pages, and on a device an even share of its memory among all workers of the mesh."""
-    if topology.model.device == "cpu":
+def device_of(topology: Topology, name: str) -> str:
+    """The device of a worker: those of each role take the devices of the mesh in turn."""
+    devices = topology.model.device.split(",")
+    return devices[int(name.rpartition("-")[2]) % len(devices) if len(devices) > 1 else 0]
+
+
+def _pages(topology: Topology, role: WorkerRole, name: str, pages: int) -> tuple[str, ...]:
+    """Pages, and on a device an even share of its memory among the workers that are on it."""
+    device = device_of(topology, name)
+    if device == "cpu":
         return ("auto" if pages == AUTO_PAGES else str(pages),)
     told = (role, "pages") in topology.origins and pages != AUTO_PAGES
-    workers = topology.prefill.workers + topology.decode.workers
-    return (str(pages) if told else "auto", "--memory-share", f"{1 / workers:.4f}")
+    counts = (("prefill", topology.prefill.workers), ("decode", topology.decode.workers))
+    names = [f"{which}-{index}" for which, count in counts for index in range(count)]
+    workers = sum(device_of(topology, other) == device for other in names)
+    return (str(pages) if told else "auto", "--memory-share", f"{1 / max(1, workers):.4f}")
 
 
 def _expert_arguments(section: PrefillSection | DecodeSection) -> tuple[str, ...]:
@@ -149,7 +160,7 @@ def _shared_arguments(topology: Topology, secret: Path) -> tuple[str, ...]:
         *("--model-name", topology.model_name, "--dtype", topology.model.dtype, *mtp),
         *("--arithmetic", topology.model.arithmetic),
         *("--page-size", str(topology.model.page_size)),
-        *("--device", topology.model.device, "--precision", topology.model.precision),
+        *("--precision", topology.model.precision),
         *("--latents", topology.model.latents),
         *("--step-timeout", str(topology.mesh.step_timeout_s)),
         *("--lease-ttl", str(topology.mesh.lease_ttl_s), "--log-level", topology.mesh.log_level),

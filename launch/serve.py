@@ -140,7 +140,7 @@ def _check(topology: Topology, role: str) -> None:
         read_secret(mesh.secret_file)
 
 
-def _shared(topology: Topology) -> dict[str, Any]:
+def _shared(topology: Topology, ranks: bool) -> dict[str, Any]:
     mesh, model = topology.mesh, topology.model
     return {
         "redis_url": mesh.redis,
@@ -156,7 +156,7 @@ def _shared(topology: Topology) -> dict[str, Any]:
         "mtp": model.mtp,
         "lease_ttl_s": mesh.lease_ttl_s,
         "step_timeout_s": mesh.step_timeout_s,
-        "device": _only_visible(model.device),
+        "device": _own_device(model.device, ranks),
         "precision": model.precision,
         "latents": model.latents,
         "eviction": topology.kvcache.eviction,
@@ -164,17 +164,31 @@ def _shared(topology: Topology) -> dict[str, Any]:
     }
 
 
-def _only_visible(device: str) -> str:
-    """The device under the name that it has once it is the only one that this process sees: every
-    thread then computes there. Call it before anything looks for devices."""
+def _own_device(device: str, ranks: bool) -> str:
+    """The device under the name that it has once it is the first that this process sees: every
+    thread then computes there. Call it before anything looks for devices.
+
+    `ranks`: the process shares experts, and so memory, with others on other devices: it sees all.
+    """
     kind, _, index = device.partition(":")
+    if "," in device:
+        raise ConfigError(f"a worker computes on one device, not on {device}")
     if index:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else None
         if names is not None and int(index) >= len(names):
             raise ConfigError(f"there is no {device}: CUDA_VISIBLE_DEVICES names {visible}")
-        os.environ["CUDA_VISIBLE_DEVICES"] = index if names is None else names[int(index)]
+        own = index if names is None else names[int(index)]
+        others = (_devices() if names is None else names) if ranks else []
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([own, *(n for n in others if n != own)])
     return kind
+
+
+def _devices() -> list[str]:
+    """The numbers of all GPUs of this host."""
+    with contextlib.suppress(OSError):
+        return [str(number) for number in range(len(os.listdir("/proc/driver/nvidia/gpus")))]
+    return []
 
 
 def _ranks(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -210,7 +224,7 @@ def _prefill(
             microbatch_rows=section.microbatch_rows,
             virtual_ranks=section.virtual_ranks,
             **_ranks(arguments),
-            **_shared(topology),
+            **_shared(topology, bool(arguments.ep_ranks)),
         )
     )
 
@@ -242,7 +256,7 @@ def _decode(
             microbatch_rows=section.microbatch_rows,
             virtual_ranks=section.virtual_ranks,
             **_ranks(arguments),
-            **_shared(topology),
+            **_shared(topology, bool(arguments.ep_ranks)),
         )
     )
 

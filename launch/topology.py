@@ -88,7 +88,7 @@ class ModelSection:
     )
     page_size: int = _choice(PAGE_SIZE, PAGE_SIZES, "tokens a page")
     mtp: bool = _plain(True, "draft tokens with the MTP module")
-    device: str = _plain("cpu", "where workers compute: cpu, cuda or cuda:N")
+    device: str = _plain("cpu", "where workers compute: cpu, cuda, cuda:N or several")
     precision: str = _choice(
         "auto", ("auto", "plain", "fp8"), "of products; auto: fp8 on a CUDA device"
     )

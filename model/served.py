@@ -11,6 +11,7 @@ from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.device.memory import MemoryPlan, plan_memory, step_bytes, weight_bytes
 from pdmesh.model.device.model import DeviceModel
+from pdmesh.model.device.spread import Spread
 from pdmesh.model.grammar import Grammars
 from pdmesh.model.page_format import page_format
 from pdmesh.model.rows_check import check_rows
@@ -60,6 +61,7 @@ def load_served_model(
     arithmetic: Arithmetic,
     progress: Progress,
     experts: bool = True,
+    spread: Spread | None = None,
 ) -> tuple[DeepseekV3 | DeviceModel, PageFormat]:
     """Loads a checkpoint and warns if rows vary on this processor.
 
@@ -72,6 +74,7 @@ def load_served_model(
         page_size: tokens a page.
         arithmetic: "fast" or "exact".
         progress, experts: as in `load_model`.
+        spread: in FP8, the rank that this worker is.
 
     Raises:
         ConfigError: the checkpoint cannot be served, or not so.
@@ -82,7 +85,8 @@ def load_served_model(
     if precision == "fp8":
         dtype = "bfloat16"
         latent_bytes = 1 if placing.packed else 2
-        model = DeviceModel.load(path, placing.device, mtp, progress, page_size, latent_bytes)
+        held = None if spread is None else spread.held
+        model = DeviceModel.load(path, placing.device, mtp, progress, page_size, latent_bytes, held)
     else:
         model = load_model(
             path, getattr(torch, dtype), torch.device(placing.device), mtp, progress, experts
@@ -112,6 +116,7 @@ def plan_pages(
     pages: int,
     rows: int,
     sequences: int,
+    spread: Spread | None = None,
 ) -> tuple[int, MemoryPlan | None]:
     """How many pages a worker gets, before it allocates anything.
 
@@ -120,6 +125,7 @@ def plan_pages(
         pages: as many as were asked for; 0: as there is room for.
         rows: of the largest step.
         sequences: of the largest batch.
+        spread: the rank that this worker is.
 
     Returns:
         The number, and on a CUDA device what it comes from.
@@ -135,13 +141,14 @@ def plan_pages(
     latent = 656 if placing.packed else 2 * config.latent_width
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
     context = -(-config.max_position_embeddings // page_size)
+    exchange = None if spread is None else spread.exchange
     free, total = torch.cuda.mem_get_info(placing.device)
     plan = plan_memory(
         total,
         free,
         share,
-        weight_bytes(config, mtp),
-        step_bytes(config, rows, sequences),
+        weight_bytes(config, mtp, None if exchange is None else exchange.size.slots),
+        step_bytes(config, rows, sequences, exchange),
         layers * page_size * latent,
         pages,
         2 * sequences * context,

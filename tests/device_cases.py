@@ -10,6 +10,7 @@ from pdmesh.kernels.backends import PLAIN, Backends, Choice
 from pdmesh.kernels.fp8 import dequantise_blocks, quantise_blocks
 from pdmesh.kernels.quantised import BlockWeight, Rows
 from pdmesh.kernels.routing import Permuted
+from pdmesh.model.batch import Batch, SequenceSlice
 from pdmesh.model.bindings import bindings
 from pdmesh.model.device.building import build_weights
 from pdmesh.model.device.model import DeviceModel
@@ -159,3 +160,23 @@ def check_agreement(given, expected):
     for row in (~same).nonzero().flatten().tolist():
         best = expected[row].topk(2).values
         assert float(best[0] - best[1]) < 2 * float((given[row] - expected[row]).abs().max())
+
+
+def logits_at(model, tokens, position):
+    batch = Batch.build([SequenceSlice((0, 1, 2), 0, len(tokens), 0)], [tokens])
+    hidden = model.forward(batch, model.new_latents(3), "mha")
+    return model.logits(hidden[position : position + 1])[0]
+
+
+def check_answer(model, prompt, given, expected):
+    """Tokens are the reference's up to a place where its two best are nearly as likely."""
+    pairs = enumerate(zip(given, expected, strict=False))
+    different = next((i for i, (a, b) in pairs if a != b), None)
+    if different is None:
+        return 0
+    whole = [*prompt, *expected]
+    logits = logits_at(model, whole, len(prompt) + different - 1)
+    gap = float(logits.max() - logits[given[different]])
+    # An FP8 logit is off by 4 % of the spread in the root mean square, by five times that at most.
+    assert gap < 2 * 5 * 0.04 * float(logits.std()), (different, given, expected)
+    return 1

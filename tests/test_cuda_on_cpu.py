@@ -9,7 +9,6 @@ from pdmesh.kernels import cuda_absorbed, cuda_gemm
 from pdmesh.kernels.gemm_config import ClusterTile
 from pdmesh.kernels.quantised import BlockWeight, Rows, dequantise_rows, new_scales
 
-
 on_cpu = cuda_on_cpu.on_cpu
 
 

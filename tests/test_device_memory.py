@@ -3,11 +3,18 @@
 import dataclasses
 
 import pytest
+import torch
 from device_cases import ALIGNED, device_model, random_model
 from torch import Tensor
 
+from pdmesh.kernels.expert_exchange import ExchangeSize
+from pdmesh.kernels.symmetric import in_process_heaps
 from pdmesh.model.device.full_width import full_width
 from pdmesh.model.device.memory import plan_memory, step_bytes, weight_bytes
+from pdmesh.model.device.spread import spread_over
+from pdmesh.model.parallel.device_heap import heap_bytes
+from pdmesh.model.parallel.nvshmem_lane import Lane
+from pdmesh.model.parallel.nvshmem_tables import Tables
 from pdmesh.wire.errors import ConfigError
 
 
@@ -62,3 +69,26 @@ def test_a_step_of_few_rows_needs_room_for_all_of_them_at_every_expert():
     few = step_bytes(config, 256, 256)
     assert 2.08e9 < few < 4e9
     assert step_bytes(config, 4096, 1) < 6e9
+
+
+def test_what_an_exchange_takes_is_as_counted():
+    size = ExchangeSize(3, 5, 7, 384, 2, 128)
+    heap = in_process_heaps(3)[0]
+    lane = Lane(heap, size, None, Tables(torch.zeros(4), torch.ones(3), 1))
+    assert size.symmetric_bytes() == lane._memory.nbytes
+    kept = (lane.arrived.rows.values, lane.arrived.rows.scales, lane.arrived.homes, lane.made)
+    assert size.arrived_bytes() == sum(tensor.nbytes for tensor in kept)
+
+
+def test_a_rank_has_room_for_its_experts_and_for_all_rows_of_all_ranks():
+    """DeepSeek-V3 at EP8: 32 experts of 44 MB a layer, and 8 x 128 rows at each of them."""
+    config = full_width(61)
+    spread = spread_over(config, False, 0, 8, 0, 128, 64)
+    alone, rank = (weight_bytes(config, False, slots) for slots in (None, 32))
+    assert alone - rank == pytest.approx(58 * 224 * 44.05e6, rel=0.01)
+    assert spread.exchange.lanes == 2
+    assert spread.exchange.nbytes == pytest.approx(2 * 32 * 1024 * 3.05 * 7168, rel=0.1)
+    shared = step_bytes(config, 128, 64, spread.exchange)
+    assert shared > step_bytes(config, 128, 64) + spread.exchange.nbytes
+    assert heap_bytes(spread.exchange.symmetric) >= spread.exchange.symmetric + (64 << 20)
+    assert heap_bytes(spread.exchange.symmetric) % (2 << 20) == 0

@@ -1,5 +1,7 @@
 """How a worker places a model: precision, page format, pages, captured rows, refusals."""
 
+import os
+
 import msgspec
 import pytest
 import torch
@@ -9,7 +11,10 @@ from pdmesh.decode.capturing import captured_rows
 from pdmesh.kernels.fp8 import dequantise_blocks
 from pdmesh.launch.checks import check_together
 from pdmesh.launch.processes import worker_spec
+from pdmesh.launch.ranks import whole_groups
+from pdmesh.launch.serve import _own_device
 from pdmesh.launch.topology import Topology, shipped_model
+from pdmesh.model.config import ModelConfig
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.parallel.serving import Ranks, join_ranks
 from pdmesh.model.served import Placing, load_served_model, plan_pages, store_dtype
@@ -82,11 +87,44 @@ def test_exact_arithmetic_and_packed_latents_of_other_widths_are_refused(tmp_pat
         load(Placing("cpu", "plain", "fp8"))
 
 
-async def test_a_model_in_fp8_shares_its_experts_with_nobody():
+TWO = ("127.0.0.1:1", "127.0.0.1:2")
+
+
+async def test_a_model_in_fp8_alone_is_called_itself():
     model, fmt = load(Placing("cpu", "fp8"))
     assert await join_ranks(model, fmt, Ranks(0, (), "g", 1.0)) == (model, None)
-    with pytest.raises(ConfigError, match="plain precision"):
-        await join_ranks(model, fmt, Ranks(0, (), "g", 1.0, virtual=2))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (Ranks(0, (), "g", 1.0, virtual=2), "virtual ranks compute in plain precision"),
+        (Ranks(0, TWO, "g", 1.0), "prefill workers in fp8 compute with all experts"),
+        (Ranks(0, TWO, "g", 1.0, tp=2, most_rows=4), "ranks in fp8 have all attention heads"),
+        (Ranks(2, TWO, "g", 1.0, most_rows=4), "no rank 2 among 2 ranks"),
+    ],
+)
+def test_ranks_in_fp8_that_cannot_be_are_refused_with_what_to_do(ranks, message):
+    with pytest.raises(ConfigError, match=message):
+        ranks.spread(ModelConfig.from_path(SHIPPED), True)
+
+
+def test_a_rank_in_fp8_loads_its_own_experts_only():
+    config = ModelConfig.from_path(SHIPPED)
+    spread = Ranks(1, TWO, "g", 1.0, redundant=2, most_rows=4).spread(config, True)
+    rank = load(Placing("cpu", "fp8"), spread=spread)[0]
+    whole = load(Placing("cpu", "fp8"))[0]
+    layers = [*range(1, config.num_hidden_layers), -1]
+    for layer, held in zip(layers, spread.held, strict=True):
+        mine, all_of_them = (
+            (m.weights.layers[layer] if layer > 0 else m.weights.mtp.layer).mlp
+            for m in (rank, whole)
+        )
+        assert len(held) == mine.gate_up.values.shape[0] == 17
+        for one, every in ((mine.gate_up, all_of_them.gate_up), (mine.down, all_of_them.down)):
+            bits = every.values.view(torch.uint8)[list(held)]
+            assert torch.equal(one.values.view(torch.uint8), bits)
+            assert torch.equal(one.scales, every.scales[list(held)])
 
 
 def test_a_worker_on_a_cpu_has_the_pages_that_were_asked_for():
@@ -132,13 +170,67 @@ def test_workers_share_a_device_evenly_and_take_the_pages_that_fit():
     assert told(asked, "--pages") == "99"
 
 
+def test_ranks_share_a_device_with_all_other_workers():
+    cuda = Topology().changed("model", "--device", device="cuda")
+    ranks = whole_groups(cuda.changed("decode", "--decode-ep", ep=4))
+    check_together(ranks)
+    assert told(ranks, "--memory-share") == "0.2000"
+
+
+def test_workers_take_several_devices_in_turn_each_with_its_own_share():
+    devices = "cuda:0,cuda:2"
+    topology = Topology().changed("model", "--device", device=devices)
+    topology = whole_groups(topology.changed("decode", "--decode-ep", ep=4))
+    check_together(topology)
+    specs = [
+        worker_spec(topology, role, name, SHIPPED / "key", 0).arguments
+        for role, name in (("prefill", "prefill-0"), *(("decode", f"decode-{n}") for n in range(4)))
+    ]
+    placed = [
+        tuple(given[given.index(flag) + 1] for flag in ("--device", "--memory-share"))
+        for given in specs
+    ]
+    first, second = ("cuda:0", "0.3333"), ("cuda:2", "0.5000")
+    assert placed == [first, first, second, first, second]
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "ranks", "seen"),
+    [
+        (None, "cuda", True, None),
+        (None, "cuda:1", False, "1"),
+        ("4,5,6", "cuda:1", False, "5"),
+        ("4,5,6", "cuda:1", True, "5,4,6"),
+        ("4,5,6", "cuda:0", True, "4,5,6"),
+    ],
+)
+def test_a_worker_sees_its_device_first_and_others_only_as_a_rank(
+    monkeypatch, visible, device, ranks, seen
+):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert _own_device(device, ranks) == "cuda"
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
+
+
+def test_a_worker_by_hand_has_one_device(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match="computes on one device, not on cuda:0,cuda:1"):
+        _own_device("cuda:0,cuda:1", False)
+    with pytest.raises(ConfigError, match="there is no cuda:1: CUDA_VISIBLE_DEVICES names 0"):
+        _own_device("cuda:1", False)
+
+
 @pytest.mark.parametrize(
     ("section", "changes", "message"),
     [
-        ("model", {"device": "gpu"}, "no device 'gpu'; say cpu, cuda or cuda:N"),
+        ("model", {"device": "gpu"}, "no device 'gpu'; say cpu, cuda or cuda:N, or cuda:N,cuda:M"),
         ("model", {"device": "cuda", "arithmetic": "exact"}, "exact arithmetic"),
         ("model", {"latents": "fp8"}, "FP8 latents go with FP8 precision"),
-        ("decode", {"virtual_ranks": 2}, "plain precision"),
+        ("decode", {"virtual_ranks": 2}, "virtual ranks compute in plain precision"),
+        ("prefill", {"ep": 2}, "prefill workers in fp8 compute with all experts"),
+        ("decode", {"ep": 2, "tp": 2}, "ranks in fp8 have all attention heads"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_before_anything_starts(

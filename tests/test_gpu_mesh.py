@@ -5,10 +5,9 @@ import asyncio
 import meshes
 import pytest
 import torch
-from device_cases import conversations
+from device_cases import check_answer, conversations
 
 from pdmesh.launch.topology import shipped_model
-from pdmesh.model.batch import Batch, SequenceSlice
 from pdmesh.model.weights import load_model
 
 pytestmark = pytest.mark.gpu
@@ -20,26 +19,6 @@ def mesh(request):
     arguments = ("--device", "cuda", "--prefill", "1", "--decode", "2")
     with meshes.running_mesh(*arguments, "--latents", request.param) as running:
         yield running
-
-
-def logits_at(model, tokens, position):
-    batch = Batch.build([SequenceSlice((0, 1, 2), 0, len(tokens), 0)], [tokens])
-    hidden = model.forward(batch, model.new_latents(3), "mha")
-    return model.logits(hidden[position : position + 1])[0]
-
-
-def check_answer(model, prompt, given, expected):
-    """Tokens are the reference's up to a place where its two best are nearly as likely."""
-    pairs = enumerate(zip(given, expected, strict=False))
-    different = next((i for i, (a, b) in pairs if a != b), None)
-    if different is None:
-        return 0
-    whole = [*prompt, *expected]
-    logits = logits_at(model, whole, len(prompt) + different - 1)
-    gap = float(logits.max() - logits[given[different]])
-    # An FP8 logit is off by 4 % of the spread in the root mean square, by five times that at most.
-    assert gap < 2 * 5 * 0.04 * float(logits.std()), (different, given, expected)
-    return 1
 
 
 async def test_answers_are_those_of_the_reference_but_for_near_ties(mesh):

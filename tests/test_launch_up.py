@@ -224,7 +224,9 @@ def test_a_process_that_is_killed_is_started_again(meshes, victim):
         n: p for n, p in before.items() if n != victim
     }
     until(lambda: ready_workers(meshes.info()) == PROCESSES - {"store", "router"}, "not ready")
-    until(lambda: meshes.run("chat", "--prompt", "x").stdout == "x (1 messages)\n", "no answer", 200)
+    until(
+        lambda: meshes.run("chat", "--prompt", "x").stdout == "x (1 messages)\n", "no answer", 200
+    )
 
 
 def ready_workers(info: dict) -> set[str]:
@@ -302,7 +304,9 @@ def test_routers_are_started_side_by_side_and_a_chat_uses_one_that_answers(meshe
     for address in info["addresses"]:
         assert meshes.run("chat", "--address", address, "--prompt", "x").stdout
     os.kill(info["pids"]["router"], signal.SIGKILL)
-    until(lambda: meshes.run("chat", "--prompt", "x").stdout == "x (1 messages)\n", "no answer", 200)
+    until(
+        lambda: meshes.run("chat", "--prompt", "x").stdout == "x (1 messages)\n", "no answer", 200
+    )
     until(lambda: meshes.info()["pids"].get("router") not in (None, info["pids"]["router"]), "gone")
     assert sorted(meshes.info()["addresses"]) == sorted(info["addresses"])
     table = meshes.run("status").stdout.splitlines()

@@ -8,7 +8,7 @@ from model_cases import one_slice, tokens_of
 
 from pdmesh.model.batch import Batch, SequenceSlice
 from pdmesh.model.parallel.groups import Groups, share
-from pdmesh.model.parallel.microbatch import split_batch
+from pdmesh.model.parallel.microbatch import split_batch, split_rows
 from pdmesh.model.parallel.placement import Move, Placement
 from pdmesh.model.parallel.replicas import ReplicaTable, first_copy
 from pdmesh.model.parallel.schedule import (
@@ -235,3 +235,24 @@ def test_a_trace_is_json_that_names_ranks_microbatches_and_layers():
     (event,) = [e for e in entries if e["ph"] == "X"]
     assert (event["pid"], event["name"], event["ts"], event["dur"]) == (2, "send", 0.0, 1e6)
     assert event["args"] == {"microbatch": 1, "layer": 5}
+
+
+def test_more_rows_than_fit_are_batches_one_after_another():
+    batch = rows(
+        one_slice((0, 1), 3, 20, write_from=9), one_slice((2,), 0, 2), one_slice((3,), 5, 9)
+    )
+    parts = split_rows(batch, 8)
+    assert [part.num_rows for part in parts] == [8, 8, 7]
+    assert torch.equal(torch.cat([part.tokens for part in parts]), batch.tokens)
+    ranges = [[(s.page_table, s.start, s.end, s.write_from) for s in part.slices] for part in parts]
+    assert ranges == [
+        [((0, 1), 3, 11, 9)],
+        [((0, 1), 11, 19, 9)],
+        [((0, 1), 19, 20, 9), ((2,), 0, 2, 0), ((3,), 5, 9, 5)],
+    ]
+    assert split_rows(batch, 23)[0].slices == batch.slices
+    tree = SequenceSlice((0,), 3, 7, 3, parents=(-1, 0, 0, 1))
+    together = split_rows(rows(one_slice((1,), 0, 2), tree), 5)
+    assert [len(part.slices) for part in together] == [1, 1]
+    with pytest.raises(ValueError, match="a tree of 4 rows is more than 3"):
+        split_rows(rows(tree), 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,7 @@ def build_weights(
     device: torch.device,
     mtp: bool = True,
     dtype: torch.dtype = torch.bfloat16,
+    held: Sequence[Sequence[int]] | None = None,
 ) -> ModelWeights:
     """All weights of a model.
 
@@ -41,13 +44,28 @@ def build_weights(
         device: where the source puts them.
         mtp: whether to take the MTP layer, where the config has one.
         dtype: of embedding, head, norms and hidden states.
+        held: for each layer with routed experts which of them are in its slots; None: all, in
+            order. All layers get as many slots as the largest needs.
 
     Raises:
         ConfigError: a tensor cannot be read, or one that must repeat another does not.
     """
-    return _Builder(config, source, device, dtype).build(
+    return _Builder(config, source, device, dtype, held).build(
         mtp and config.num_nextn_predict_layers > 0
     )
+
+
+def build_expert(
+    config: ModelConfig, source: WeightSource, layer: int, expert: int, device: torch.device
+) -> MlpWeights:
+    """One routed expert of a layer, as `build_weights` puts it into a slot.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    builder = _Builder(config, source, device, torch.bfloat16, None)
+    prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+    return builder.mlp(prefix, config.moe_intermediate_size)
 
 
 class _Builder:
@@ -57,7 +75,10 @@ class _Builder:
         source: WeightSource,
         device: torch.device,
         dtype: torch.dtype,
+        held: Sequence[Sequence[int]] | None,
     ) -> None:
+        self._held = None if held is None else iter(held)
+        self._slots = config.n_routed_experts if held is None else max(map(len, held), default=0)
         self._dtype = dtype
         self._config = config
         self._source = source
@@ -104,7 +125,7 @@ class _Builder:
         if config.is_moe_layer(layer):
             mlp = self._moe(f"{prefix}.mlp")
         else:
-            mlp = self._mlp(f"{prefix}.mlp", config.intermediate_size)
+            mlp = self.mlp(f"{prefix}.mlp", config.intermediate_size)
         return LayerWeights(
             norm, self._norm(f"{prefix}.post_attention_layernorm.weight"), attention, mlp
         )
@@ -143,7 +164,8 @@ class _Builder:
             ),
         )
 
-    def _mlp(self, prefix: str, size: int) -> MlpWeights:
+    def mlp(self, prefix: str, size: int) -> MlpWeights:
+        """A SwiGLU of this intermediate size."""
         hidden, wide = self._config.hidden_size, round_up(size)
         gate_up = empty_blocks(2 * wide, hidden, device=self._device)
         down = empty_blocks(hidden, wide, device=self._device)
@@ -164,14 +186,14 @@ class _Builder:
         bias = None
         if c.gate.method == "noaux_tc":
             bias = self._source.plain(f"{prefix}.gate.e_score_correction_bias", (count,)).float()
-        gate_up = empty_blocks(count, 2 * wide, hidden, device=self._device)
-        down = empty_blocks(count, hidden, wide, device=self._device)
-        for expert in range(count):
-            one = (BlockWeight(w.values[expert], w.scales[expert]) for w in (gate_up, down))
+        gate_up = empty_blocks(self._slots, 2 * wide, hidden, device=self._device)
+        down = empty_blocks(self._slots, hidden, wide, device=self._device)
+        for slot, expert in enumerate(range(count) if self._held is None else next(self._held)):
+            one = (BlockWeight(w.values[slot], w.scales[slot]) for w in (gate_up, down))
             self._swiglu(f"{prefix}.experts.{expert}", size, *one)
         shared = None
         if c.n_shared_experts:
-            shared = self._mlp(f"{prefix}.shared_experts", size * c.n_shared_experts)
+            shared = self.mlp(f"{prefix}.shared_experts", size * c.n_shared_experts)
         return MoeWeights(router, bias, gate_up, down, shared)
 
     def _matrix(self, prefix: str, rows: int, columns: int) -> BlockWeight:

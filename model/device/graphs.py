@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from pdmesh.model.device.padding import PaddedStep
-from pdmesh.model.device.step import DeviceStep, Paged, Part
+from pdmesh.model.device.step import DeviceStep, Paged, Part, halved
 from pdmesh.wire.logs import event
 
 log = logging.getLogger(__name__)
 
-Compute = Callable[[DeviceStep, Tensor | None], Tensor]
+Steps = tuple[DeviceStep, ...]
+"""A step, and its two halves where it is computed in microbatches."""
+Compute = Callable[[Steps, Tensor | None], Tensor]
 """Hidden states [m, hidden] of a step; for the MTP layer with the hidden states before."""
 
 
@@ -32,8 +34,13 @@ class Capture(Protocol):
         """What does it again, and the tensor that it writes each time."""
 
 
-def cuda_capture(pool: object) -> Capture:
-    """Captures CUDA graphs that share the memory `pool` (`torch.cuda.graph_pool_handle`)."""
+def cuda_capture(pool: object, between: Callable[[], None] | None = None) -> Capture:
+    """Captures CUDA graphs that share the memory `pool` (`torch.cuda.graph_pool_handle`).
+
+    `between` is called before anything is recorded, once what is to be recorded has been computed;
+    then other threads may go on using the device while it is.
+    """
+    mode = "global" if between is None else "thread_local"
 
     def capture(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -42,8 +49,10 @@ def cuda_capture(pool: object) -> Capture:
             for _ in range(2):  # compiles kernels, and makes libraries allocate what they keep
                 compute()
         torch.cuda.current_stream().wait_stream(side)
+        if between is not None:
+            between()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):  # type: ignore[arg-type]
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):  # type: ignore[arg-type]
             output = compute()
         return graph.replay, output
 
@@ -71,6 +80,11 @@ class _Buffers:
     previous: Tensor | None
 
 
+def half_of(sequences: int) -> int:
+    """How many of a padded step's sequences its first microbatch has."""
+    return -(-sequences // 2)
+
+
 class StepGraphs:
     """The graphs of one kind of step: of the main model, or of the MTP layer.
 
@@ -84,6 +98,7 @@ class StepGraphs:
         device: where.
         plan: plans attention for a step; what it gives is refreshed at the head of each replay.
         capture: records.
+        halves: plans a step's halves too, cut behind the first half of its sequences.
     """
 
     def __init__(
@@ -97,7 +112,9 @@ class StepGraphs:
         device: torch.device,
         plan: Callable[[DeviceStep], DeviceStep],
         capture: Capture,
+        halves: bool = False,
     ) -> None:
+        self._halves = halves
         self.rows = rows
         self.sizes = tuple(sizes)
         self.pages = pages
@@ -108,7 +125,7 @@ class StepGraphs:
         self._plan = plan
         self._capture = capture
         self._buffers: dict[int, _Buffers] = {}
-        self._steps: list[DeviceStep] = []  # a graph writes to what was planned, and keeps nothing
+        self._steps: list[Steps] = []  # a graph writes to what was planned, and keeps nothing
         self._graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
 
     def warm_up(self, what: str) -> None:
@@ -167,23 +184,24 @@ class StepGraphs:
         )
         self._buffers[size] = buffers
         paged = Paged(self.rows, buffers.page_table, buffers.lengths)
-        step = self._plan(
-            DeviceStep(
-                values[0],
-                values[1],
-                values[2],
-                buffers.num_rows,
-                self._first_key,
-                (Part(None, paged),),
-                None,
-            )
+        whole = DeviceStep(
+            values[0],
+            values[1],
+            values[2],
+            buffers.num_rows,
+            self._first_key,
+            (Part(None, paged),),
+            None,
         )
-        self._steps.append(step)
+        halves = halved(whole, half_of(size)) if self._halves and size > 1 else ()
+        steps = tuple(self._plan(step) for step in (whole, *halves))
+        self._steps.append(steps)
 
         def compute() -> Tensor:
-            attention = step.parts[0].attention
-            if isinstance(attention, Paged) and attention.plan is not None:
-                attention.plan.refresh(buffers.lengths)
-            return self._compute(step, buffers.previous)
+            for step in steps:
+                attention = step.parts[0].attention
+                if isinstance(attention, Paged) and attention.plan is not None:
+                    attention.plan.refresh(attention.lengths)
+            return self._compute(steps, buffers.previous)
 
         return self._capture(compute)

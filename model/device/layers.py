@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from pdmesh.kernels.latent_attention import absorbed_attention
 from pdmesh.kernels.latent_rows import read_latents
 from pdmesh.kernels.quantised import BlockWeight, Rows
 from pdmesh.kernels.rope import RopeTable
-from pdmesh.kernels.routing import contiguous_capacity
+from pdmesh.kernels.routing import Routing, contiguous_capacity
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.device.step import Attention, DeviceStep, Paged, Part, Ragged
 from pdmesh.model.device.weights import (
@@ -29,6 +30,18 @@ from pdmesh.model.rope import softmax_scale
 
 MASKED_ROWS = 512
 """Up to so many rows every expert has room for all of them; beyond, rows are sorted by expert."""
+
+
+class Projected(NamedTuple):
+    """Queries of a step's rows before attention.
+
+    Attributes:
+        query: [m, heads, nope + rope], as projected.
+        rotated: [m, heads, rope].
+    """
+
+    query: Tensor
+    rotated: Tensor
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,14 @@ class Layers:
         self, weights: LayerWeights, rows: Rows, step: DeviceStep, pool: Tensor, layer: int
     ) -> Tensor:
         """Attention of normalised, quantised rows [m, hidden]; writes the layer's latents."""
+        return self.attend(
+            weights, self.project(weights, rows, step, pool, layer), step, pool, layer
+        )
+
+    def project(
+        self, weights: LayerWeights, rows: Rows, step: DeviceStep, pool: Tensor, layer: int
+    ) -> Projected:
+        """Queries of normalised, quantised rows [m, hidden]; writes the layer's latents."""
         w, ops, c = weights.attention, self.ops, self.config
         both = self._linear(rows, w.first)
         if w.q_b is None or w.q_norm is None:
@@ -84,8 +105,15 @@ class Layers:
             interleave=self.table.interleave,
             eps=LATENT_NORM_EPS,
         )
+        return Projected(query, rotated)
+
+    def attend(
+        self, weights: LayerWeights, given: Projected, step: DeviceStep, pool: Tensor, layer: int
+    ) -> Tensor:
+        """What the heads see, projected: [m, hidden]."""
+        w = weights.attention
         outputs = [
-            self._linear(self._attend(w, query, rotated, part, step, pool, layer), w.o)
+            self._linear(self._attend(w, *given, part, step, pool, layer), w.o)
             for part in step.parts
         ]
         return outputs[0] if step.merge is None else torch.cat(outputs)[step.merge]
@@ -95,22 +123,38 @@ class Layers:
     ) -> Tensor:
         """rows and normed [m, hidden], the same numbers: [m, hidden] bfloat16."""
         if isinstance(weights, MlpWeights):
-            return self._mlp(weights, rows)
+            return self.mlp(weights, rows)
         return self._moe(weights, rows, normed, num_rows)
 
     def _linear(self, rows: Rows, linear: Linear) -> Tensor:
         output: Tensor = self.ops.fp8_gemm(rows, linear.weight)
         return output if linear.bias is None else output + linear.bias
 
-    def _mlp(self, weights: MlpWeights, rows: Rows) -> Tensor:
+    def mlp(self, weights: MlpWeights, rows: Rows) -> Tensor:
+        """rows [m, hidden]: [m, hidden] bfloat16."""
         gate_up = self.ops.fp8_gemm(rows, weights.gate_up)
         output: Tensor = self.ops.fp8_gemm(self.ops.silu_mul_quantise(gate_up), weights.down)
         return output
 
+    def route(self, w: MoeWeights, normed: Tensor, num_rows: Tensor | None) -> Routing:
+        """Which experts rows [m, hidden] are for; rows from `num_rows` on are for none."""
+        rule = self.config.gate
+        assert rule is not None
+        routing: Routing = self.ops.gate_topk(normed, w.router, w.bias, rule, num_rows)
+        return routing
+
+    def masked_experts(self, w: MoeWeights, rows: Rows, counts: Tensor, expected: int) -> Tensor:
+        """Rows [experts, most, hidden], counts[e] of each, through their experts: bfloat16."""
+        ops = self.ops
+        gate_up = ops.masked_grouped_gemm(rows, w.gate_up, counts, expected)
+        hidden = ops.masked_silu_mul_quantise(gate_up, counts)
+        outputs: Tensor = ops.masked_grouped_gemm(hidden, w.down, counts, expected)
+        return outputs
+
     def _moe(self, w: MoeWeights, rows: Rows, normed: Tensor, num_rows: Tensor | None) -> Tensor:
         ops, rule = self.ops, self.config.gate
         assert rule is not None
-        routed = ops.gate_topk(normed, w.router, w.bias, rule, num_rows)
+        routed = self.route(w, normed, num_rows)
         ids, places = routed.ids, routed.places
         m, experts = normed.shape[0], rule.num_experts
         if m <= MASKED_ROWS:
@@ -118,9 +162,7 @@ class Layers:
             capacity = round_up(m) if normed.is_cuda else m
             rows_of, targets, _ = ops.permute_masked(rows, ids, places, experts, capacity)
             expected = max(1, m * rule.top_k // experts)
-            gate_up = ops.masked_grouped_gemm(rows_of, w.gate_up, routed.counts, expected)
-            hidden = ops.masked_silu_mul_quantise(gate_up, routed.counts)
-            outputs = ops.masked_grouped_gemm(hidden, w.down, routed.counts, expected)
+            outputs = self.masked_experts(w, rows_of, routed.counts, expected)
         else:
             capacity = contiguous_capacity(m, rule.top_k, experts)
             rows_of, targets, row_expert = ops.permute_contiguous(
@@ -130,7 +172,7 @@ class Layers:
             hidden = ops.silu_mul_quantise(gate_up)
             outputs = ops.contiguous_grouped_gemm(hidden, w.down, row_expert)
         summed: Tensor = ops.unpermute(outputs, targets, routed.weights)
-        return summed if w.shared is None else summed + self._mlp(w.shared, rows)
+        return summed if w.shared is None else summed + self.mlp(w.shared, rows)
 
     def _attend(
         self,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.device.layers import MASKED_ROWS
+from pdmesh.model.device.spread import Exchange
 from pdmesh.model.device.weights import round_up
 from pdmesh.wire.errors import ConfigError
 
@@ -19,15 +20,16 @@ def _blocks(rows: int, columns: int) -> int:
     return rows * columns + 4 * -(-rows // 128) * -(-columns // 128)
 
 
-def weight_bytes(config: ModelConfig, mtp: bool = True) -> int:
-    """Bytes of the weights as `building` puts them together."""
+def weight_bytes(config: ModelConfig, mtp: bool = True, slots: int | None = None) -> int:
+    """Bytes of the weights as `building` puts them together, with so many routed experts a layer
+    (None: all)."""
     c = config
     layers = range(c.num_hidden_layers + (1 if mtp and c.num_nextn_predict_layers else 0))
     table = 2 * c.vocab_size * c.hidden_size
     total = table if c.tie_word_embeddings else 2 * table
     if len(layers) > c.num_hidden_layers:
         total += 4 * c.hidden_size * c.hidden_size
-    return total + sum(_attention_bytes(c) + _mlp_bytes(c, layer) for layer in layers)
+    return total + sum(_attention_bytes(c) + _mlp_bytes(c, layer, slots) for layer in layers)
 
 
 def _attention_bytes(c: ModelConfig) -> int:
@@ -42,7 +44,7 @@ def _attention_bytes(c: ModelConfig) -> int:
     return total + (2 if aligned else 3) * up + _blocks(c.hidden_size, heads * c.v_head_dim)
 
 
-def _mlp_bytes(c: ModelConfig, layer: int) -> int:
+def _mlp_bytes(c: ModelConfig, layer: int, slots: int | None) -> int:
     def swiglu(size: int) -> int:
         return _blocks(2 * round_up(size), c.hidden_size) + _blocks(c.hidden_size, round_up(size))
 
@@ -50,22 +52,28 @@ def _mlp_bytes(c: ModelConfig, layer: int) -> int:
         return swiglu(c.intermediate_size)
     shared = swiglu(c.moe_intermediate_size * c.n_shared_experts) if c.n_shared_experts else 0
     router = 4 * c.n_routed_experts * c.hidden_size
-    return c.n_routed_experts * swiglu(c.moe_intermediate_size) + shared + router
+    held = c.n_routed_experts if slots is None else slots
+    return held * swiglu(c.moe_intermediate_size) + shared + router
 
 
-def step_bytes(config: ModelConfig, rows: int, chosen: int) -> int:
+def step_bytes(
+    config: ModelConfig, rows: int, chosen: int, exchange: Exchange | None = None
+) -> int:
     """Bytes that a step of `rows` rows needs beside weights and pages, generously; logits are
-    wanted for `chosen` of them."""
+    wanted for `chosen` of them. Of a rank, its `exchange` and what experts make of all rows too."""
     c, heads = config, config.num_attention_heads
     attention = 2 * rows * heads * (2 * c.qk_head_dim + 2 * c.latent_width + 2 * c.v_head_dim)
-    if rows <= MASKED_ROWS:
+    if exchange is not None:
+        routed = exchange.lanes * exchange.size.slots * exchange.size.max_rows
+    elif rows <= MASKED_ROWS:
         routed = c.n_routed_experts * round_up(rows)
     else:
         top_k = 0 if c.gate is None else c.gate.top_k
         routed = rows * top_k + 128 * c.n_routed_experts
     expert_row = 3 * c.hidden_size + 5 * round_up(c.moe_intermediate_size)
     dense = rows * (16 * c.hidden_size + 5 * round_up(c.intermediate_size))
-    return attention + routed * expert_row + dense + 8 * chosen * c.vocab_size
+    kept = 0 if exchange is None else exchange.nbytes
+    return attention + routed * expert_row + dense + 8 * chosen * c.vocab_size + kept
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from pdmesh.kernels.quantised import LATENT_BYTES
 from pdmesh.model.batch import Batch, Form, SequenceSlice
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.device.building import build_weights
-from pdmesh.model.device.graphs import Capture, StepGraphs, cuda_capture
+from pdmesh.model.device.graphs import Capture, StepGraphs, Steps, cuda_capture
 from pdmesh.model.device.layers import Layers, head_logits
 from pdmesh.model.device.padding import PaddedStep, fits, graph_sizes, padded
 from pdmesh.model.device.sources import CheckpointSource
 from pdmesh.model.device.step import DeviceStep, plan_step
-from pdmesh.model.device.weights import LayerWeights, ModelWeights
+from pdmesh.model.device.weights import LayerWeights, ModelWeights, MtpWeights
 from pdmesh.model.rope import rope_table
 from pdmesh.model.weights import Progress
 from pdmesh.wire.logs import event
@@ -63,6 +63,7 @@ class DeviceModel:
         progress: Progress | None = None,
         page_size: int = 64,
         latent_bytes: int = 2,
+        held: Sequence[Sequence[int]] | None = None,
     ) -> DeviceModel:
         """Read a checkpoint; matrices that it does not hold in FP8 are quantised.
 
@@ -70,6 +71,7 @@ class DeviceModel:
             path, device, mtp, progress: as in `load_model`.
             page_size: tokens a page.
             latent_bytes: of a value in the pool: 2, or 1 for packed latents.
+            held: as in `build_weights`.
 
         Raises:
             ConfigError: as `load_model`.
@@ -78,7 +80,7 @@ class DeviceModel:
         config = ModelConfig.from_path(path)
         with ExitStack() as stack:
             source = CheckpointSource(stack, path, config, device, mtp, progress)
-            weights = build_weights(config, source, device, mtp)
+            weights = build_weights(config, source, device, mtp, held=held)
         ops = choose_backends(device, shapes_of(config, page_size, latent_bytes))
         return DeviceModel(config, weights, ops)
 
@@ -114,7 +116,7 @@ class DeviceModel:
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
         """As `DeepseekV3.forward`; [T, hidden] bfloat16."""
-        self._check(batch, latents)
+        self.check(batch, latents)
         if on_layer is None and (graphs := self._graphs_for(batch, form, latents, 0)):
             return graphs.run(self._padded(batch, graphs))
         step = plan_step(batch, form, latents.shape[1], first_key=0)
@@ -125,11 +127,7 @@ class DeviceModel:
         self, batch: Batch, previous_hidden: Tensor, latents: Tensor, form: Form
     ) -> Tensor:
         """As `DeepseekV3.mtp_forward`; [T, hidden] bfloat16."""
-        self._check(batch, latents)
-        if self.weights.mtp is None:
-            raise ValueError("this model has no MTP layer")
-        if any(item.start == 0 for item in batch.slices):
-            raise ValueError("the MTP layer has no row for position 0")
+        self.check_mtp(batch, latents)
         if graphs := self._graphs_for(batch, form, latents, 1):
             return graphs.run(self._padded(batch, graphs), previous_hidden)
         step = plan_step(batch, form, latents.shape[1], first_key=1)
@@ -193,12 +191,12 @@ class DeviceModel:
         pages = min(longest, pool.shape[0])
         self._pool = pool
 
-        def main(step: DeviceStep, _: Tensor | None) -> Tensor:
-            return self.run(step, pool)
+        def main(steps: Steps, _: Tensor | None) -> Tensor:
+            return self.run(steps[0], pool)
 
-        def mtp(step: DeviceStep, previous: Tensor | None) -> Tensor:
+        def mtp(steps: Steps, previous: Tensor | None) -> Tensor:
             assert previous is not None
-            return self.run_mtp(step, previous, pool)
+            return self.run_mtp(steps[0], previous, pool)
 
         kinds = ((main, rows, None), (mtp, mtp_rows, self.weights.embedding[:0]))
         for first_key, (compute, counts, previous) in enumerate(kinds):
@@ -234,18 +232,39 @@ class DeviceModel:
         self, step: DeviceStep, pool: Tensor, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
         """The main model's layers over a planned step: [m, hidden]."""
-        residual = F.embedding(step.tokens, self.weights.embedding)
-        return self._run(self.weights.layers, residual, step, pool, 0, on_layer)
+        return self._run(self.weights.layers, self.entering(step), step, pool, 0, on_layer)
 
     def run_mtp(self, step: DeviceStep, previous: Tensor, pool: Tensor) -> Tensor:
         """The MTP layer over a planned step; previous [m, hidden]: [m, hidden]."""
-        mtp, eps = self.weights.mtp, self.config.rms_norm_eps
-        assert mtp is not None
-        token = F.embedding(step.tokens, self.weights.embedding)
-        token = self.ops.rms_norm(token, mtp.enorm, eps)
+        layers, first = (self.mtp.layer,), self.config.num_hidden_layers
+        return self._run(layers, self.entering_mtp(step, previous), step, pool, first, None)
+
+    @property
+    def mtp(self) -> MtpWeights:
+        """The MTP layer.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.weights.mtp is None:
+            raise ValueError("this model has no MTP layer")
+        return self.weights.mtp
+
+    @property
+    def layers(self) -> Layers:
+        """The arithmetic of the layers."""
+        return self._layers
+
+    def entering(self, step: DeviceStep) -> Tensor:
+        """What goes into the first layer: [m, hidden]."""
+        return F.embedding(step.tokens, self.weights.embedding)
+
+    def entering_mtp(self, step: DeviceStep, previous: Tensor) -> Tensor:
+        """What goes into the MTP layer: [m, hidden]."""
+        mtp, eps = self.mtp, self.config.rms_norm_eps
+        token = self.ops.rms_norm(self.entering(step), mtp.enorm, eps)
         before = self.ops.rms_norm(previous, mtp.hnorm, eps)
-        residual = F.linear(torch.cat([token, before], dim=-1), mtp.eh_proj)
-        return self._run((mtp.layer,), residual, step, pool, self.config.num_hidden_layers, None)
+        return F.linear(torch.cat([token, before], dim=-1), mtp.eh_proj)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `DeepseekV3.logits`."""
@@ -253,9 +272,7 @@ class DeviceModel:
 
     def mtp_logits(self, hidden: Tensor) -> Tensor:
         """As `DeepseekV3.mtp_logits`."""
-        if self.weights.mtp is None:
-            raise ValueError("this model has no MTP layer")
-        return self._head(hidden, self.weights.mtp.head_norm)
+        return self._head(hidden, self.mtp.head_norm)
 
     @torch.no_grad()
     def _head(self, hidden: Tensor, norm: Tensor) -> Tensor:
@@ -287,7 +304,19 @@ class DeviceModel:
         assert output is not None
         return residual.add_(output)
 
-    def _check(self, batch: Batch, latents: Tensor) -> None:
+    def check_mtp(self, batch: Batch, latents: Tensor) -> None:
+        """As `check`, for the MTP layer; it has no row for position 0."""
+        self.check(batch, latents)
+        _ = self.mtp
+        if any(item.start == 0 for item in batch.slices):
+            raise ValueError("the MTP layer has no row for position 0")
+
+    def check(self, batch: Batch, latents: Tensor) -> None:
+        """Whether a batch can be computed over these pages.
+
+        Raises:
+            ValueError: it cannot.
+        """
         layers, width = self.num_latent_layers, self.config.latent_width
         if latents.dtype == torch.uint8:
             width = LATENT_BYTES

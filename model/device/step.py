@@ -133,6 +133,31 @@ def plan_step(batch: Batch, form: Form, num_layers: int, first_key: int) -> Devi
     return DeviceStep(batch.tokens, batch.positions, slots, None, first_key, tuple(parts), merge)
 
 
+def halved(step: DeviceStep, cut: int) -> tuple[DeviceStep, DeviceStep]:
+    """A step of `Paged` rows alone, cut behind its first `cut` sequences; both share its memory.
+
+    Which of their rows are padding is the step's own affair: see `padding_of_halves`.
+    """
+    (part,) = step.parts
+    paged = part.attention
+    assert isinstance(paged, Paged)
+    rows = cut * paged.count
+
+    def piece(at: slice, sequences: slice) -> DeviceStep:
+        attention = Paged(paged.count, paged.page_table[sequences], paged.lengths[sequences])
+        where = (step.tokens[at], step.positions[at], step.slots[at])
+        return DeviceStep(*where, step.num_rows, step.first_key, (Part(None, attention),), None)
+
+    return piece(slice(None, rows), slice(None, cut)), piece(slice(rows, None), slice(cut, None))
+
+
+def padding_of_halves(whole: DeviceStep, cut: int) -> tuple[Tensor | None, Tensor | None]:
+    """How many rows [1] of a step's first `cut` ones, and of the others, are no padding."""
+    if whole.num_rows is None:
+        return None, None
+    return whole.num_rows.clamp(max=cut), (whole.num_rows - cut).clamp(min=0)
+
+
 def slots_of(batch: Batch, num_layers: int) -> NDArray[np.int64]:
     """The flat layer-0 row of the pool that each row is written to, -1 for none: [m]."""
     pieces = []

@@ -16,7 +16,7 @@ from pdmesh.model.parallel.exchange import Channel, Message, RankLost
 from pdmesh.model.parallel.frames import Hello
 from pdmesh.model.parallel.links import Events, Links
 from pdmesh.model.parallel.plans import Plan, Plans
-from pdmesh.wire.errors import ConfigError
+from pdmesh.wire.errors import ConfigError, Unavailable
 from pdmesh.wire.logs import event
 
 log = logging.getLogger(__name__)
@@ -102,6 +102,47 @@ class Meeting:
         raise ConfigError(
             f"rank {self._place.rank} of group {self._place.group!r} lacks rank {named}"
         )
+
+    def gather(
+        self, channel: Channel, message: Message, within_s: float, forming: bool = False
+    ) -> list[Message]:
+        """What each rank says on a channel, in their order; before the first step only.
+
+        Args:
+            forming: ranks may come and go meanwhile; whoever comes is told, and when all are there
+                they are the members. Otherwise one that goes is lost.
+
+        Raises:
+            RankLost: a rank did not say anything within `within_s` seconds, or went.
+            Unavailable: the group has been left.
+        """
+        me, deadline = self._place.rank, time.monotonic() + within_s
+        others = [rank for rank in range(len(self._place.addresses)) if rank != me]
+        told: dict[int, int] = {}
+        while True:
+            with self.changed:
+                if self.closed:
+                    raise Unavailable("this rank has left its expert-parallel group")
+                present = self._assembly.present
+                new = {r: self._losses[r] for r in present if told.get(r) != self._losses[r]}
+                missing = [rank for rank in others if (rank, channel) not in self._messages]
+                if not missing and not new:
+                    found = {rank: self._messages.pop((rank, channel)) for rank in others}
+                    if forming:
+                        self._assembly.form(others)
+                    return [
+                        message if rank == me else found[rank] for rank in sorted({me, *others})
+                    ]
+                left = deadline - time.monotonic()
+                gone = [rank for rank in missing if rank not in present and not forming]
+                if gone or left <= 0:
+                    raise RankLost((gone or missing or list(new))[0], str(channel))
+                if not new:
+                    self.changed.wait(min(left, 0.5))
+                    continue
+            told |= new
+            for rank in new:
+                self._links.post(rank, channel, message)
 
     def close(self) -> None:
         """Leaves the group. Idempotent."""
@@ -241,6 +282,11 @@ class Meeting:
     def rank(self) -> int:
         """See `Transport`."""
         return self._place.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return len(self._place.addresses)
 
     def post(self, to: int, channel: Channel, message: Message) -> None:
         """See `Transport`."""

@@ -14,7 +14,6 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,16 +22,16 @@ from pdmesh.model.batch import Batch, Form
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.expert_source import ExpertSource
-from pdmesh.model.parallel.assembly import Agreed, Kind
+from pdmesh.model.parallel.assembly import Agreed
 from pdmesh.model.parallel.balancer import BalanceRule
 from pdmesh.model.parallel.building import RankBuilder
-from pdmesh.model.parallel.exchange import Channel
+from pdmesh.model.parallel.calls import Call, Calls
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.holding import Holding
-from pdmesh.model.parallel.meeting import LOAD, Meeting, Place
+from pdmesh.model.parallel.meeting import Meeting, Place
 from pdmesh.model.parallel.placement import Placement
-from pdmesh.model.parallel.plans import Plan, Plans
-from pdmesh.model.parallel.rank import Rank
+from pdmesh.model.parallel.plans import Plans
+from pdmesh.model.parallel.rebalancing import LOAD_STEPS, tell_load
 from pdmesh.model.parallel.schedule import choose_mode, plan_schedule
 from pdmesh.model.parallel.step import RankBatch, begin, first_rows, mtp_rows, walk
 from pdmesh.model.parallel.team import Rows, Team
@@ -43,27 +42,6 @@ from pdmesh.wire.logs import event
 from pdmesh.wire.messages import RankStatus
 
 log = logging.getLogger(__name__)
-
-LOAD_STEPS = 64
-"""Steps of all ranks after which a rank sends them."""
-
-
-@dataclass
-class _Call:
-    kind: Kind
-    batch: Batch
-    latents: Tensor
-    form: Form
-    previous: Tensor | None = None
-    on_layer: Callable[[int], None] | None = None
-    result: Tensor | None = None
-    error: BaseException | None = None
-    pushed: int = -1
-    """The last layer that ``on_layer`` was told of: a step computed again tells it once only."""
-
-    @property
-    def rows(self) -> Rows:
-        return Rows(self.batch, self.latents, self.form, self.previous)
 
 
 class Member:
@@ -111,7 +89,7 @@ class Member:
         self._team = Team(groups, self._meeting, self._meeting.losses)
         self._timeline = timeline
         self._holding = Holding(self._builder, self._plans, self._meeting, self._team, timeline)
-        self._calls: list[_Call] = []
+        self._calls = Calls(self._meeting.changed)
         self._thread = threading.Thread(target=self._run, name="ep-steps", daemon=True)
         self._ended: Future[None] = Future()
 
@@ -135,7 +113,7 @@ class Member:
             Unavailable: the group has been left.
             ValueError: this rank follows another, which is the one to call.
         """
-        return self._call(_Call("forward", batch, latents, form, on_layer=on_layer))
+        return self._call(Call("forward", batch, latents, form, on_layer=on_layer))
 
     def mtp_forward(
         self, batch: Batch, previous_hidden: Tensor, latents: Tensor, form: Form
@@ -145,7 +123,7 @@ class Member:
         Raises:
             Unavailable: the group has been left.
         """
-        return self._call(_Call("mtp", batch, latents, form, previous_hidden))
+        return self._call(Call("mtp", batch, latents, form, previous_hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `DeepseekV3.logits`; computed here alone."""
@@ -155,21 +133,10 @@ class Member:
         """As `DeepseekV3.mtp_logits`; computed here alone."""
         return self._model.mtp_logits(hidden)
 
-    def _call(self, call: _Call) -> Tensor:
+    def _call(self, call: Call) -> Tensor:
         if not self._team.leads:
             raise ValueError(f"rank {self.place.rank} follows rank {self._team.ranks[0]}")
-        with self._meeting.changed:
-            if self._meeting.closed:
-                raise Unavailable("this rank has left its expert-parallel group")
-            self._calls.append(call)
-            self._meeting.changed.notify_all()
-            self._meeting.changed.wait_for(
-                lambda: call.result is not None or call.error is not None
-            )
-        if call.error is not None:
-            raise call.error
-        assert call.result is not None
-        return call.result
+        return self._calls.run(call)
 
     # ---- the group ------------------------------------------------------------------------
 
@@ -232,30 +199,20 @@ class Member:
     def _run(self) -> None:
         try:
             while True:
-                agreed = self._meeting.agree(self._wish)
+                agreed = self._meeting.agree(self._calls.wish)
                 if agreed is None:
                     self._fail_all(Unavailable("this rank has left its expert-parallel group"))
                     self._ended.set_result(None)
                     return
                 if agreed.kind != "idle":
-                    self._step(agreed, self._call_of(agreed.kind))
+                    self._step(agreed, self._calls.of(agreed.kind))
         except BaseException as error:
             log.exception("the steps of this rank have ended")
             self._fail_all(error)
             self._meeting.close()
             self._ended.set_exception(error)
 
-    def _wish(self) -> tuple[Kind, int]:
-        if not self._calls:
-            return "idle", 0
-        return self._calls[0].kind, self._calls[0].batch.num_rows
-
-    def _call_of(self, kind: Kind) -> _Call | None:
-        """The call that a step of this kind is for, if there is one."""
-        with self._meeting.changed:
-            return self._calls[0] if self._calls and self._calls[0].kind == kind else None
-
-    def _step(self, agreed: Agreed, call: _Call | None) -> None:
+    def _step(self, agreed: Agreed, call: Call | None) -> None:
         """Computes it; a call that did not come to its end stays for the next step."""
         self.steps += 1
         try:
@@ -264,13 +221,13 @@ class Member:
             self.repeated += 1
             self._meeting.owe()
             if call is not None:
-                self._team.failed(call.rows)
+                self._team.failed(_rows(call))
             event(log, "step_ended_early", logging.WARNING, step=agreed.step, reason=lost)
             return
         except Exception as error:  # noqa: BLE001 - it is raised where the call was made
             self._meeting.owe()
             if call is not None:
-                self._team.failed(call.rows)
+                self._team.failed(_rows(call))
                 call.error = error
             elif self._team.leads or not isinstance(error, ValueError):
                 raise  # else it is about the leader's rows, and the leader's call fails by it
@@ -278,11 +235,9 @@ class Member:
             if call is not None:
                 call.result = result
         if call is not None:
-            with self._meeting.changed:
-                self._calls.remove(call)
-                self._meeting.changed.notify_all()
+            self._calls.done(call)
 
-    def _compute(self, agreed: Agreed, call: _Call | None) -> Tensor | None:
+    def _compute(self, agreed: Agreed, call: Call | None) -> Tensor | None:
         rank = self._holding.rank_among(agreed.members, agreed.plan)
         model, count = self._model, len(self._model.layers)
         main = agreed.kind == "forward"
@@ -291,7 +246,7 @@ class Member:
         schedule = plan_schedule([(n, self._builder.routed(n)) for n in numbers], mode)
         item: RankBatch | None = None
         first: Tensor | None = None
-        rows = None if call is None else call.rows
+        rows = None if call is None else _rows(call)
         if call is not None:
             model.check_pool(call.latents)
         rows = self._team.share(agreed.step, agreed.members, rows)
@@ -306,36 +261,22 @@ class Member:
         result = walk(rank, schedule, work, self._timeline, self.place.rank)
         if rows is not None and self._team.whole(agreed.members):
             self._team.computed(rows, numbers)
-        if self.steps % LOAD_STEPS == 0:
-            self._balance(agreed, rank)
+        if self.steps % LOAD_STEPS == 0 and rank.load is not None:
+            size = len(self.place.addresses)
+            tell_load(self._meeting, self._plans, agreed, size, rank.load.take())
         return None if call is None else result
-
-    def _balance(self, agreed: Agreed, rank: Rank) -> None:
-        """Tells the leader what this rank's rows asked for; the leader looks at the plan."""
-        leader = agreed.members[0]
-        if rank.load is None:
-            return
-        self._meeting.post(leader, Channel(LOAD, agreed.step, -1, -1), (rank.load.take(),))
-        if leader == self.place.rank and len(agreed.members) == len(self.place.addresses):
-            others = [r for r in agreed.members if r != leader]
-            made: list[Plan] = []
-            with self._meeting.changed:
-                self._plans.lead(agreed.plan, made.append)
-                self._meeting.changed.notify_all()
-            for plan in made:
-                event(log, "experts_planned", plan=plan.number)
-                self._meeting.tell(others, plan)
 
     def _fail_all(self, error: BaseException) -> None:
         with self._meeting.changed:
             self._meeting.closed = True
-            for call in self._calls:
-                call.error = error
-            self._calls.clear()
-            self._meeting.changed.notify_all()
+        self._calls.fail_all(error)
 
 
-def _once(call: _Call) -> Callable[[int], None] | None:
+def _rows(call: Call) -> Rows:
+    return Rows(call.batch, call.latents, call.form, call.previous)
+
+
+def _once(call: Call) -> Callable[[int], None] | None:
     tell = call.on_layer
     if tell is None:
         return None

@@ -31,13 +31,41 @@ def split_batch(batch: Batch) -> tuple[Batch, Batch] | None:
             first.append(_part(item, item.start, middle))
             second.append(_part(item, middle, item.end))
         at += rows
-    if _reads_ahead(first, second, batch.page_size):
+    if reads_ahead(first, second, batch.page_size):
         return None
     tokens = batch.tokens.tolist()
     return (
         _build(first, tokens[:cut], batch),
         _build(second, tokens[cut:], batch),
     )
+
+
+def split_rows(batch: Batch, most: int) -> list[Batch]:
+    """Batches of at most `most` rows, to be computed one after another; together they are `batch`.
+
+    Raises:
+        ValueError: a tree has more rows.
+    """
+    parts: list[list[SequenceSlice]] = [[]]
+    room = most
+    for item in batch.slices:
+        at = item.start
+        while at < item.end:
+            if not room or (item.parents is not None and room < item.end - item.start):
+                parts.append([])
+                room = most
+            end = min(item.end, at + room)
+            if item.parents is not None and end < item.end:
+                raise ValueError(f"a tree of {item.end - item.start} rows is more than {most}")
+            parts[-1].append(item if (at, end) == (item.start, item.end) else _part(item, at, end))
+            room -= end - at
+            at = end
+    found, begin, tokens = [], 0, batch.tokens.tolist()
+    for slices in parts:
+        count = sum(item.end - item.start for item in slices)
+        found.append(_build(slices, tokens[begin : begin + count], batch))
+        begin += count
+    return found
 
 
 def _cut(slices: Sequence[SequenceSlice]) -> int | None:
@@ -71,7 +99,7 @@ def _build(slices: Sequence[SequenceSlice], tokens: Sequence[int], batch: Batch)
     return Batch.build(slices, rows, batch.page_size, batch.device)
 
 
-def _reads_ahead(
+def reads_ahead(
     first: Sequence[SequenceSlice], second: Sequence[SequenceSlice], page_size: int
 ) -> bool:
     """Whether a slot that `second` writes is one that `first` may read."""

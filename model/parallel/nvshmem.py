@@ -78,6 +78,7 @@ from pdmesh.model.parallel.exchange import (
     Received,
     WireBytes,
 )
+from pdmesh.model.parallel.host_lane import HostLane
 from pdmesh.model.parallel.nvshmem_lane import Lane
 from pdmesh.model.parallel.nvshmem_tables import LayerTable, Tables
 from pdmesh.model.parallel.replicas import ReplicaTable
@@ -97,9 +98,9 @@ class ReceivedMasked:
 
     Attributes:
         channel: the dispatch that they came by.
-        arrived: rows [slots, max_rows, h] in FP8 and counts [slots], valid until the lane's next
-            dispatch is received.
-        made: [slots, max_rows, h] bfloat16 in the lane's own memory. Outputs written there need no
+        arrived: rows [slots, rows, h] in FP8 and counts [slots], valid until the lane's next
+            dispatch is received; rows is max_rows, or on a host the most that a slot got.
+        made: [slots, rows, h] bfloat16 in the lane's own memory. Outputs written there need no
             copy before they are put.
     """
 
@@ -163,14 +164,14 @@ def _received(
 ) -> ReceivedMasked | ReceivedContiguous:
     """What the dispatch `channel` brought, in the layout that it has."""
     if isinstance(arrived, Arrived):
-        return ReceivedMasked(channel, arrived, made)
+        return ReceivedMasked(channel, arrived, made[:, : arrived.rows.values.shape[1]])
     return ReceivedContiguous(channel, arrived, made)
 
 
 @dataclass(frozen=True)
 class _Dispatched:
     channel: Channel
-    lane: Lane
+    lane: Lane | HostLane
     ids: Tensor
     dtype: torch.dtype
 
@@ -195,6 +196,7 @@ class NvshmemExperts:
         lanes: microbatches in flight.
         timeout_s: how long a wait may last; without a device clock, that many polls.
         most_copies: of an expert, now and in later placements.
+        host: ranks exchange rows in memory of the host without kernels, see `HostLane`.
     """
 
     def __init__(
@@ -206,6 +208,7 @@ class NvshmemExperts:
         lanes: int = 2,
         timeout_s: float = TIMEOUT_S,
         most_copies: int = 1,
+        host: bool = False,
     ) -> None:
         if heap.size != size.ranks:
             raise ValueError(f"{heap.size} ranks have memory, not {size.ranks}")
@@ -219,9 +222,15 @@ class NvshmemExperts:
         pinned = heap.device.type == "cuda"
         self._lost = torch.zeros(size.ranks + 1, dtype=torch.int32, pin_memory=pinned)
         self._members = torch.ones(size.ranks, dtype=torch.int32, device=heap.device)
-        limit = int(timeout_s * 1e9) if heap.device.type == "cuda" else int(timeout_s)
-        shared = Tables(self._lost, self._members, limit)
-        self.lanes = [Lane(heap, size, mapped, shared) for _ in range(lanes)]
+        self._unit = 1e9 if host or heap.device.type == "cuda" else 1
+        self._shared = Tables(self._lost, self._members, 0)
+        self.wait_for(timeout_s)
+        kind: type[Lane] | type[HostLane] = HostLane if host else Lane
+        self.lanes = [kind(heap, size, mapped, self._shared) for _ in range(lanes)]
+
+    def wait_for(self, timeout_s: float) -> None:
+        """How long waits may last that are launched, or captured, from now on."""
+        self._shared.bound = int(timeout_s * self._unit)
 
     def place(self, tables: Sequence[ReplicaTable]) -> None:
         """Other places of the experts, in the memory that captured graphs read. Between steps."""
@@ -299,8 +308,7 @@ class NvshmemExperts:
     def dispatch_recv(self, handle: DispatchHandle) -> Received:
         """See `ExpertParallel`; a lost rank is noticed by `check`."""
         assert isinstance(handle, _Dispatched)
-        handle.lane.receive_rows()
-        return _received(handle.channel, handle.lane.arrived, handle.lane.made)
+        return _received(handle.channel, handle.lane.receive_rows(), handle.lane.made)
 
     def combine_send(
         self, handle: DispatchHandle, received: Received, outputs: Tensor

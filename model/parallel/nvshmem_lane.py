@@ -11,7 +11,12 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from pdmesh.kernels.expert_exchange import ArrivedContiguous, ExchangeSize, new_arrived
+from pdmesh.kernels.expert_exchange import (
+    AnyArrived,
+    ArrivedContiguous,
+    ExchangeSize,
+    new_arrived,
+)
 from pdmesh.kernels.symmetric import SymmetricHeap
 from pdmesh.model.parallel.nvshmem_memory import Arena, Region, Tuning, power
 from pdmesh.model.parallel.nvshmem_tables import LayerTable, Tables
@@ -222,10 +227,11 @@ class Lane:
                 size.inbox_bytes, num_warps=8,
             )  # fmt: skip
 
-    def receive_rows(self) -> None:
-        """dispatch_recv."""
+    def receive_rows(self) -> AnyArrived:
+        """dispatch_recv: `arrived`."""
         self.wait_rows()
         self.spread_rows()
+        return self.arrived
 
     def wait_rows(self) -> None:
         """The first half of dispatch_recv: until everybody's rows are here."""

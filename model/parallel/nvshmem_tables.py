@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,13 +12,14 @@ from pdmesh.model.parallel.replicas import ReplicaTable, first_copy
 from pdmesh.wire.errors import ConfigError
 
 
-class Tables(NamedTuple):
+@dataclass
+class Tables:
     """What all lanes of a rank share.
 
     Attributes:
         lost: [ranks + 1] int32 in memory that host and device see; see `wait_rows_kernel`.
         members: [ranks] int32.
-        bound: of a wait.
+        bound: of a wait: nanoseconds, or polls for kernels on a CPU.
     """
 
     lost: Tensor

@@ -42,14 +42,7 @@ class ReplicaTable:
         so copies share evenly and nobody has to be asked.
         """
         flat = ids.flatten()
-        order = flat.argsort(stable=True)
-        totals = torch.bincount(flat, minlength=self.counts.shape[0])
-        first = totals.cumsum(0) - totals
-        sorted_ids = flat.index_select(0, order)
-        turn = torch.arange(flat.shape[0], device=flat.device) - first.index_select(0, sorted_ids)
-        turn += self._begin(home).index_select(0, sorted_ids)
-        chosen = turn % self.counts.index_select(0, sorted_ids)
-        copy = torch.empty_like(chosen).scatter_(0, order, chosen)
+        copy = turns(flat, self._begin(home), self.counts)
         return self.ranks[flat, copy].view_as(ids), self.slots[flat, copy].view_as(ids)
 
     def _begin(self, home: int) -> Tensor:
@@ -58,6 +51,19 @@ class ReplicaTable:
             first = [first_copy(home, *pair) for pair in enumerate(self.counts.tolist())]
             self._begins[home] = torch.tensor(first, device=self.counts.device)
         return self._begins[home]
+
+
+def turns(ids: Tensor, begins: Tensor, counts: Tensor) -> Tensor:
+    """The copy of each of ids [p], which take the `counts` [experts] copies of an expert in turn,
+    beginning with `begins` [experts]."""
+    order = ids.argsort(stable=True)
+    totals = torch.bincount(ids, minlength=counts.shape[0])
+    first = totals.cumsum(0) - totals
+    sorted_ids = ids.index_select(0, order)
+    turn = torch.arange(ids.shape[0], device=ids.device) - first.index_select(0, sorted_ids)
+    turn += begins.index_select(0, sorted_ids)
+    chosen = turn % counts.index_select(0, sorted_ids)
+    return torch.empty_like(chosen).scatter_(0, order, chosen)
 
 
 def first_copy(home: int, expert: int, count: int) -> int:

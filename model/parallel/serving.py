@@ -9,11 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdmesh.model.computing import ComputingModel
+from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.device.ahead import expert_reader
 from pdmesh.model.device.model import DeviceModel
+from pdmesh.model.device.spread import Spread, spread_over
 from pdmesh.model.expert_source import StoredExperts
 from pdmesh.model.moe import Moe
 from pdmesh.model.parallel.balancer import BalanceRule
+from pdmesh.model.parallel.device_forming import Prepare
+from pdmesh.model.parallel.device_member import DeviceMember
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.meeting import Place
 from pdmesh.model.parallel.member import Member
@@ -26,6 +31,9 @@ from pdmesh.wire.logs import event
 from pdmesh.wire.messages import RankStatus
 
 log = logging.getLogger(__name__)
+
+RankMember = Member | DeviceMember
+"""A worker's rank among those of other processes."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Ranks:
         tp: consecutive ranks that share a batch's attention heads.
         path: the checkpoint that experts are read from, where the model was loaded without them.
         microbatch_rows: rows of the largest batch from which on ranks compute in two microbatches.
+        most_rows: of a step; 0: any. Ranks in FP8 need to know.
     """
 
     rank: int
@@ -55,6 +64,33 @@ class Ranks:
     tp: int = 1
     path: Path | None = None
     microbatch_rows: int = 64
+    most_rows: int = 0
+
+    def spread(self, config: ModelConfig, mtp: bool) -> Spread | None:
+        """This rank's part of a model in FP8; None where the worker computes alone.
+
+        Raises:
+            ConfigError: ranks in FP8 cannot be such.
+        """
+        count = len(self.addresses)
+        if self.virtual > 1:
+            raise ConfigError(
+                "virtual ranks compute in plain precision, not in fp8; add --precision plain"
+            )
+        if count < 2:
+            return None
+        check_rank(self)
+        if self.tp > 1:
+            raise ConfigError(
+                "ranks in fp8 have all attention heads; leave tp at 1, or add --precision plain"
+            )
+        if not self.most_rows:
+            raise ConfigError(
+                "prefill workers in fp8 compute with all experts; leave their ep at 1, or add "
+                "--precision plain"
+            )
+        shape = (count, self.redundant, self.most_rows, self.microbatch_rows)
+        return spread_over(config, mtp, self.rank, *shape)
 
     @property
     def follows(self) -> bool:
@@ -62,41 +98,81 @@ class Ranks:
         return self.rank % self.tp != 0
 
 
-async def join_ranks(
-    model: DeepseekV3 | DeviceModel, fmt: PageFormat, ranks: Ranks, within_s: float = 120.0
-) -> tuple[ComputingModel, Member | None]:
-    """What the worker calls, and its rank among other processes; returns once all are there.
+def check_rank(ranks: Ranks) -> None:
+    """Whether there is such a rank.
 
     Raises:
-        ConfigError: the group does not fit the model, a rank belongs to another group or model, or
-            nobody else came within ``within_s`` seconds.
+        ConfigError: there is not.
     """
-    if isinstance(model, DeviceModel):
-        if ranks.virtual > 1 or len(ranks.addresses) > 1:
-            raise ConfigError("ranks that share experts compute in plain precision, not in fp8")
-        return model, None
-    if ranks.virtual > 1:
-        return _virtual(model, fmt, ranks), None
-    if len(ranks.addresses) < 2:
-        return model, None
     if not 0 <= ranks.rank < len(ranks.addresses):
         raise ConfigError(
             f"there is no rank {ranks.rank} among {len(ranks.addresses)} ranks; "
             f"it must be 0 to {len(ranks.addresses) - 1}"
         )
-    place = Place(ranks.rank, tuple(ranks.addresses), ranks.group, ranks.silence_s)
+
+
+async def join_ranks(
+    model: DeepseekV3 | DeviceModel,
+    fmt: PageFormat,
+    ranks: Ranks,
+    within_s: float = 120.0,
+    prepare: Prepare = lambda rank, between: None,
+) -> tuple[ComputingModel, RankMember | None]:
+    """What the worker calls, and its rank among other processes; returns once all are there.
+
+    Args:
+        prepare: what a rank in FP8 does before its first step, as in `DeviceMember`.
+
+    Raises:
+        ConfigError: the group does not fit the model, a rank belongs to another group or model, or
+            nobody else came within ``within_s`` seconds.
+        RankLost: a rank in FP8 went before the first step.
+    """
+    if isinstance(model, DeviceModel):
+        return await _on_devices(model, fmt, ranks, within_s, prepare)
+    if ranks.virtual > 1:
+        return _virtual(model, fmt, ranks), None
+    if len(ranks.addresses) < 2:
+        return model, None
+    check_rank(ranks)
     settings = Settings(fmt.arithmetic, mode="auto", threshold=ranks.microbatch_rows)
     experts = model.config.n_routed_experts
     layers = sum(isinstance(block.mlp, Moe) for block in model.blocks())
-    placement = first_placement(layers, experts, len(place.addresses), ranks.redundant)
+    placement = first_placement(layers, experts, len(ranks.addresses), ranks.redundant)
     rule = BalanceRule(experts + ranks.redundant) if ranks.rebalance else None
-    digest = f"{fmt.fingerprint().hex()} {ranks.redundant} {ranks.tp} {ranks.microbatch_rows}"
     source = None if ranks.path is None else StoredExperts(ranks.path, model)
+    place, digest = _place(ranks), _digest(fmt, ranks)
     member = Member(model, place, placement, settings, digest, rule, source, ranks.tp)
     if ranks.follows:
         member.keep_heads()
     await asyncio.to_thread(member.start, within_s)
     return member, member
+
+
+async def _on_devices(
+    model: DeviceModel, fmt: PageFormat, ranks: Ranks, within_s: float, prepare: Prepare
+) -> tuple[ComputingModel, DeviceMember | None]:
+    spread = ranks.spread(model.config, fmt.mtp_layers > 0)
+    if spread is None:
+        return model, None
+    digest = f"{_digest(fmt, ranks)} {ranks.most_rows} {ranks.rebalance}"
+    rule = reader = None
+    if ranks.rebalance and ranks.path is not None:
+        rule = BalanceRule(model.config.n_routed_experts + ranks.redundant)
+        reader = expert_reader(ranks.path, model.config, fmt.mtp_layers > 0)
+    member = DeviceMember(
+        model, _place(ranks), spread.placement, spread.exchange, digest, prepare, rule, reader
+    )
+    await asyncio.to_thread(member.start, within_s)
+    return member, member
+
+
+def _place(ranks: Ranks) -> Place:
+    return Place(ranks.rank, tuple(ranks.addresses), ranks.group, ranks.silence_s)
+
+
+def _digest(fmt: PageFormat, ranks: Ranks) -> str:
+    return f"{fmt.fingerprint().hex()} {ranks.redundant} {ranks.tp} {ranks.microbatch_rows}"
 
 
 def _virtual(model: DeepseekV3, fmt: PageFormat, ranks: Ranks) -> SpreadModel:
@@ -130,10 +206,12 @@ async def follow(
 
 def rank_status(called: ComputingModel) -> RankStatus | None:
     """What there is to say of the ranks behind what a worker calls; None if there is only one."""
-    return called.status() if isinstance(called, Member | SpreadModel) else None
+    if isinstance(called, Member | DeviceMember | SpreadModel):
+        return called.status()
+    return None
 
 
-async def computing(run: Callable[[], Awaitable[None]], member: Member | None) -> None:
+async def computing(run: Callable[[], Awaitable[None]], member: RankMember | None) -> None:
     """A worker's loop, which ends when its rank's steps do: without them it can compute nothing.
 
     Raises:

@@ -1,0 +1,38 @@
+"""`pdmesh up --device cuda --decode-ep 2`: two NVSHMEM PEs are the decode pool, on one GPU."""
+
+import meshes
+import pytest
+import torch
+from mesh_device_ranks import check_answers, check_loss
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", params=["plain", "fp8"])
+def mesh(request):
+    topology = "[decode]\nmicrobatch_rows = 8\nmax_batch = 16\n"
+    arguments = ("--device", "cuda", "--prefill", "1", "--decode-ep", "2")
+    given = (*arguments, "--latents", request.param)
+    with meshes.running_mesh(*given, topology=topology) as running:
+        yield running
+
+
+async def test_answers_are_those_of_the_reference_but_for_near_ties(mesh):
+    await check_answers(mesh, tokens=24, together=12)
+
+
+def test_graphs_of_both_schedules_and_of_an_idle_rank_were_captured(mesh):
+    log = mesh.log()
+    assert "captured a decode graph" in log
+    assert "captured an idle rank's graph" in log
+    assert "main microbatch" in log
+    assert "main dispatch_overlap" in log
+
+
+def test_all_workers_fit_the_device(mesh):
+    free, total = torch.cuda.mem_get_info()
+    assert free > 0.02 * total
+
+
+async def test_a_killed_rank_ends_its_group_which_forms_anew(mesh):
+    await check_loss(mesh, tokens=200)
