@@ -32,8 +32,8 @@ class DeviceBytes:
 
     tensor: torch.Tensor
     """[layers, page_size, width], contiguous."""
-    ready: torch.cuda.Event
-    """They are there once it has happened on the stream that computes them."""
+    ready: torch.cuda.Event | None
+    """They are there once it has happened on the stream that computes them; None: they are."""
 
     @property
     def address(self) -> int:
@@ -142,8 +142,10 @@ class LatentStore:
         self, page_ids: Sequence[int], layer: int, layers: int
     ) -> tuple[DeviceBytes, ...]:
         """As ``views``, without a copy from the device. Call it after the work that fills them."""
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record(torch.cuda.current_stream(self.tensor.device))
+        ready = None
+        if self._bytes is None:
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(self.tensor.device))
         return tuple(
             DeviceBytes(self.tensor[page, layer : layer + layers], ready) for page in page_ids
         )

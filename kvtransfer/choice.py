@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from pdmesh.wire.errors import ConfigError
 
-TRANSPORTS = ("shm", "tcp", "nixl")
-DEFAULT_TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = ("cuda_ipc", "shm", "tcp", "nixl")
+DEFAULT_TRANSPORTS = ("cuda_ipc", "shm", "tcp")
+"""Each is left out where it cannot be: pages are on a CUDA device or not, hosts are one or two."""
 NIXL_PACKAGE = "nixl_cu13"
 
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.checks import checksum
 from pdmesh.kvtransfer.faults import Faults, Parcel, flipped, repeated
 from pdmesh.kvtransfer.transport import (
@@ -222,7 +223,6 @@ class LoopbackLink:
     """One end of a loopback connection. An opening gets its answer at once."""
 
     asks_places = False
-    takes_device = False
     check_every = 1
 
     def __init__(self, connection: _Connection, *, towards_receiver: bool) -> None:
@@ -236,6 +236,9 @@ class LoopbackLink:
     @property
     def closed(self) -> bool:
         return self._connection.closed
+
+    def takes_from(self, store: LatentStore) -> bool:
+        return False
 
     def send(self, message: Message) -> None:
         self._connection.submit(message, self._towards_receiver)

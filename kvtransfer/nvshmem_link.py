@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pdmesh.kvcache.store import tensor_bytes
+from pdmesh.kvcache.store import LatentStore, tensor_bytes
 from pdmesh.kvtransfer.checks import checked_units, checksum
 from pdmesh.kvtransfer.frames import BadFrame, Credit, to_frame
 from pdmesh.kvtransfer.shm_link import PlacedLink
@@ -29,7 +29,6 @@ _POLL_SECONDS = 2e-5
 class NvshmemLink(PlacedLink):
     """The sender's end. A write is over when its puts have left this device's memory."""
 
-    takes_device = True
     batch_bytes = 1 << 30
     pool = 0
     """Address of this side's pool, and so of the receiver's there."""
@@ -38,6 +37,9 @@ class NvshmemLink(PlacedLink):
     rank = 0
     """Of the receiver in the job."""
     stream: Any = None
+
+    def takes_from(self, store: LatentStore) -> bool:
+        return store.symmetric
 
     def start(self) -> None:
         self._putting = threading.Lock()

@@ -54,15 +54,7 @@ class ShmListener(StreamListener):
         if store.memory_fd is None:
             raise ConfigError("the pages are not in shared memory, so shm cannot offer them")
         self._fd, self._size = store.memory_fd, store.num_pages * store.page_bytes
-        token = secrets.token_hex(16)
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            server.bind(socket_name(token))
-            server.listen()
-        except OSError as error:
-            server.close()
-            raise ConfigError(f"cannot listen for pages on this host: {error}") from error
-        return server, f"{host_and_user()}:{token}"
+        return listen_here()
 
     def _welcome(self, sock: socket.socket, hello: Hello) -> Welcome:
         if peer_uid(sock) != os.getuid():
@@ -82,14 +74,12 @@ class ShmListener(StreamListener):
         return link
 
 
-class ShmDialer:
-    """Maps the pools of ``ShmListener`` addresses.
+class LocalDialer:
+    """Reaches listeners of this host and user.
 
     Args:
         max_queued_bytes: bytes of writes that may wait on one connection before a push blocks.
     """
-
-    name = "shm"
 
     def __init__(self, max_queued_bytes: int = MAX_QUEUED_BYTES) -> None:
         self._max_queued_bytes = max_queued_bytes
@@ -102,16 +92,22 @@ class ShmDialer:
         if not address.startswith(f"{host_and_user()}:"):
             return False
         try:
-            _connect(address).close()
+            connect_here(address).close()
         except TransferFailed:
             return False
         self._reached.add(address)
         return True
 
+
+class ShmDialer(LocalDialer):
+    """Maps the pools of ``ShmListener`` addresses. Arguments: see ``LocalDialer``."""
+
+    name = "shm"
+
     def dial(self, address: str, page_format: PageFormat, endpoint: Endpoint) -> ShmLink:
-        sock = _connect(address)
+        sock = connect_here(address)
         try:
-            stream = _FdStream(sock)
+            stream = FdStream(sock)
             try:
                 welcome = introduce(
                     sock, "the decode worker of this host", page_format, b"", stream
@@ -133,7 +129,7 @@ class ShmDialer:
         return link
 
 
-class _FdStream:
+class FdStream:
     """A socket as a byte stream; collects the descriptors that come along."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -147,7 +143,29 @@ class _FdStream:
         return len(data)
 
 
-def _connect(address: str) -> socket.socket:
+def listen_here() -> tuple[socket.socket, str]:
+    """A socket that processes of this host and user can connect to, and its address.
+
+    Raises:
+        ConfigError: there can be none.
+    """
+    token = secrets.token_hex(16)
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        server.bind(socket_name(token))
+        server.listen()
+    except OSError as error:
+        server.close()
+        raise ConfigError(f"cannot listen for pages on this host: {error}") from error
+    return server, f"{host_and_user()}:{token}"
+
+
+def connect_here(address: str) -> socket.socket:
+    """A connection to an address of this host and user, with the timeout of a handshake.
+
+    Raises:
+        TransferFailed: nobody answers there, or another user does.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(HANDSHAKE_SECONDS)
     try:
@@ -196,5 +214,14 @@ def socket_name(token: str) -> str:
 
 
 def peer_uid(sock: socket.socket) -> int:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])
+    return _credentials(sock)[1]
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """Process that made the connection; 0 if it is not to be seen from here."""
+    return _credentials(sock)[0]
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int, int]:
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", found)

@@ -10,9 +10,10 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.frames import (
     HEADER_BYTES,
     BadFrame,
@@ -55,7 +56,6 @@ class StreamLink:
 
     one_sided = False
     asks_places = False
-    takes_device = False
     check_every = 1
     batch_bytes = 1 << 20
     """Bytes of writes that are posted together."""
@@ -90,6 +90,9 @@ class StreamLink:
     @property
     def closed(self) -> bool:
         return self._closed
+
+    def takes_from(self, store: LatentStore) -> bool:
+        return False
 
     def start(self) -> None:
         """Starts to send and to deliver."""
@@ -159,6 +162,15 @@ class StreamLink:
         """Sends a batch in order. Here: of an end that writes nothing."""
         send_all(self._sock, [part for message in batch for part in to_frame(message)])
 
+    def _posted(self, batch: Sequence[Message | Credit]) -> None:
+        """A batch was sent, and the memory of its writes is let go."""
+        writes = [message for message in batch if isinstance(message, Write)]
+        if writes:
+            self._endpoint.on_sent(self, writes)
+
+    def _rest(self) -> None:
+        """The link is closed and nothing is posted any more (thread that writes)."""
+
     def _take(self, header: Header) -> None:
         """Receives the payload of a WRITE."""
         raise BadFrame("a WRITE frame is not expected here")
@@ -196,13 +208,12 @@ class StreamLink:
                         return
                     batch = self._take_batch()
                 self._post(batch)
-                writes = [message for message in batch if isinstance(message, Write)]
-                if writes:
-                    self._endpoint.on_sent(self, writes)
+                self._posted(batch)
         except OSError as error:
             reason = words(error)
         finally:
             self.close(reason)
+            self._rest()
 
     def _read(self) -> None:
         reason = "the reading thread ended"

@@ -132,7 +132,7 @@ class Transfer:
     def _push_held(
         self, store: LatentStore, first: int, layer: int, layers: int, page_ids: Sequence[int]
     ) -> None:
-        if store.symmetric and self._link.takes_device:
+        if self._link.takes_from(store):
             device = store.device_views(page_ids, layer, layers)
             self._push_block(first, layer, layers, (), device)
         else:

@@ -77,7 +77,7 @@ class Write:
     verdict: Verdict | None = None
     """What the receiving transport found where it compared the checksums itself."""
     device: tuple[DeviceBytes, ...] = ()
-    """In place of ``pieces``, for a link that ``takes_device``: where the bytes are."""
+    """In place of ``pieces``, for a link that ``takes_from`` their store: where the bytes are."""
 
     @property
     def units(self) -> int:
@@ -156,9 +156,8 @@ class Link(Protocol):
     def asks_places(self) -> bool:
         """The receiver answers an opening with ``Places``, and no write may come before."""
 
-    @property
-    def takes_device(self) -> bool:
-        """Writes may say where their bytes are in a device's memory."""
+    def takes_from(self, store: LatentStore) -> bool:
+        """Writes of pages of ``store`` may say where they are in its device's memory."""
 
     @property
     def closed(self) -> bool: ...

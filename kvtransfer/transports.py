@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS, check_transports
+from pdmesh.kvtransfer.cuda_ipc import CudaIpcDialer, CudaIpcListener, device_memory
+from pdmesh.kvtransfer.device_memory import DeviceError, DeviceMemory
 from pdmesh.kvtransfer.loopback import LoopbackDialer
 from pdmesh.kvtransfer.nixl import NixlDialer, NixlListener
 from pdmesh.kvtransfer.pull_exchange import Transport, tcp_transport
@@ -16,6 +19,9 @@ from pdmesh.kvtransfer.tcp import TcpDialer, TcpListener
 from pdmesh.kvtransfer.transport import Dialer, Listener
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import PageFormat
+from pdmesh.wire.logs import event
+
+log = logging.getLogger(__name__)
 
 
 def make_listeners(
@@ -29,7 +35,10 @@ def make_listeners(
     check_transports(names)
     offered: list[Listener] = []
     for name in names:
-        if name == "shm" and store.memory_fd is not None:
+        if name == "cuda_ipc":
+            memory = _shared_device(names, store)
+            offered += [] if memory is None else [CudaIpcListener(page_format, memory)]
+        elif name == "shm" and store.memory_fd is not None:
             offered.append(ShmListener(page_format))
         elif name == "tcp":
             offered.append(TcpListener(page_format, host))
@@ -48,7 +57,7 @@ def make_dialers(
     """What a sender of pages of ``store`` can use; within its own process always loopback.
 
     Raises:
-        ConfigError: a name is not allowed.
+        ConfigError: a name is not allowed, or cuda_ipc alone cannot be used.
     """
     check_transports(names)
     made: dict[str, Dialer] = {
@@ -56,11 +65,34 @@ def make_dialers(
         "tcp": TcpDialer(max_queued_bytes),
         "nixl": NixlDialer(store, max_queued_bytes),
     }
-    return [LoopbackDialer(), *(made[name] for name in names)]
+    if "cuda_ipc" in names and (memory := _shared_device(names, store)) is not None:
+        made["cuda_ipc"] = CudaIpcDialer(memory)
+    return [LoopbackDialer(), *(made[name] for name in names if name in made)]
+
+
+def _shared_device(names: Sequence[str], store: LatentStore) -> DeviceMemory | None:
+    """The device that has the pages, for cuda_ipc; None where the others of ``names`` have to do.
+
+    Raises:
+        ConfigError: there are no others.
+    """
+    try:
+        memory = device_memory(store)
+        memory.export(store)
+    except DeviceError as error:
+        reason = f"cuda_ipc cannot be used: {error}"
+        if len(names) == 1:
+            raise ConfigError(f"{reason}; or name tcp besides") from error
+        if not store.on_cpu:
+            event(log, "transport_left_out", logging.WARNING, transport="cuda_ipc", reason=reason)
+        return None
+    return memory
 
 
 def make_page_transports(names: Sequence[str], store: LatentStore, host: str) -> list[Transport]:
-    """How cached pages are lent and read, best first. NIXL lends none yet: tcp stands for it.
+    """How cached pages are lent and read, best first.
+
+    NIXL and CUDA IPC lend none yet: tcp stands for them.
 
     Raises:
         ConfigError: a name is not allowed.

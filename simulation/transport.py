@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from zlib import crc32
 
+from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.transport import (
     Destination,
     Endpoint,
@@ -237,7 +238,6 @@ class SimLink:
     """One end of a connection. Its other end says where pages are by ways of its own."""
 
     asks_places = False
-    takes_device = False
     check_every = 1
 
     def __init__(self, connection: PageConnection, end: int) -> None:
@@ -248,6 +248,9 @@ class SimLink:
     @property
     def one_sided(self) -> bool:
         return self._connection.one_sided
+
+    def takes_from(self, store: LatentStore) -> bool:
+        return False
 
     def send(self, message: Message) -> None:
         if not self.closed:

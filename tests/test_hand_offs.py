@@ -39,7 +39,7 @@ async def answers(transport, arithmetic, numbers):
 
 
 @pytest.mark.parametrize("arithmetic", ["fast", "exact"])
-@pytest.mark.parametrize("transport", ["tcp", "shm", NIXL])
+@pytest.mark.parametrize("transport", ["tcp", "shm", "cuda_ipc", NIXL])
 @pytest.mark.parametrize(
     "count",
     [10, pytest.param(500, marks=[pytest.mark.full, pytest.mark.timeout(1800)])],

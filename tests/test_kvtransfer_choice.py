@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cuda_ipc_rig import FakeDevice, device_store
 from kvtransfer_rig import FORMAT, Rig
 
 from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer import choice
 from pdmesh.kvtransfer.choice import check_transports
+from pdmesh.kvtransfer.cuda_ipc import device_memory
+from pdmesh.kvtransfer.device_memory import DeviceError
 from pdmesh.kvtransfer.sender import TransferSender
 from pdmesh.kvtransfer.shm import ShmListener
 from pdmesh.kvtransfer.tcp import TcpListener
@@ -27,8 +30,8 @@ def store_of(shared=True):
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
-        ((), "no transport is left; name at least one of shm, tcp, nixl"),
-        (("rdma",), "there is no transport 'rdma'; allowed are shm, tcp, nixl"),
+        ((), "no transport is left; name at least one of cuda_ipc, shm, tcp, nixl"),
+        (("rdma",), "there is no transport 'rdma'; allowed are cuda_ipc, shm, tcp, nixl"),
         (("tcp", "tcp"), "a transport is named twice"),
     ],
 )
@@ -59,6 +62,56 @@ def test_pages_that_are_not_shared_need_tcp():
         make_listeners(("shm",), FORMAT, store_of(shared=False), "127.0.0.1")
     only = make_listeners(("shm", "tcp"), FORMAT, store_of(shared=False), "127.0.0.1")
     assert [listener.name for listener in only] == ["tcp"]
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """What each store's device is; those of a CPU have none."""
+    device = FakeDevice()
+    monkeypatch.setattr("pdmesh.kvtransfer.transports.device_memory", lambda store: device)
+    return device
+
+
+def test_pages_on_a_device_are_offered_and_dialled_over_cuda_ipc_first(devices):
+    names, store = choice.DEFAULT_TRANSPORTS, device_store(4, 2, 4, 3)
+    listeners = make_listeners(names, FORMAT, store, "127.0.0.1")
+    assert [listener.name for listener in listeners] == ["cuda_ipc", "tcp"]
+    dialers = [dialer.name for dialer in make_dialers(names, store)]
+    assert dialers == ["loopback", "cuda_ipc", "shm", "tcp"]
+    readers = [reader.name for _, reader in make_page_transports(names, store, "127.0.0.1")]
+    assert readers == ["tcp"], "cached pages are pulled over TCP"
+
+
+def test_pages_on_a_cpu_leave_cuda_ipc_out_without_a_word(caplog):
+    names, store = choice.DEFAULT_TRANSPORTS, store_of()
+    listeners = make_listeners(names, FORMAT, store, "127.0.0.1")
+    assert [listener.name for listener in listeners] == ["shm", "tcp"]
+    assert [dialer.name for dialer in make_dialers(names, store)] == ["loopback", "shm", "tcp"]
+    assert caplog.text == ""
+
+
+def test_cuda_ipc_alone_says_why_it_cannot_be(devices):
+    for store, why in ((store_of(), "add --device cuda"), (device_store(4, 2, 4, 3), "export")):
+        devices.fails = set() if why != "export" else {"export"}
+        for make in (make_dialers, lambda *a: make_listeners(a[0], FORMAT, a[1], "127.0.0.1")):
+            with pytest.raises(ConfigError, match=f"cuda_ipc cannot be used: .*{why}.*name tcp"):
+                make(("cuda_ipc",), store)
+
+
+def test_pages_that_cannot_be_shared_go_over_tcp_and_the_log_says_why(devices, monkeypatch, caplog):
+    devices.fails.add("export")
+    store = device_store(4, 2, 4, 3)
+    monkeypatch.setattr(type(store), "on_cpu", False)
+    names = choice.DEFAULT_TRANSPORTS
+    listeners = make_listeners(names, FORMAT, store, "127.0.0.1")
+    assert [listener.name for listener in listeners] == ["tcp"]
+    (record,) = [one for one in caplog.records if one.getMessage() == "transport_left_out"]
+    assert record.fields["reason"] == "cuda_ipc cannot be used: export failed"
+
+
+def test_a_cpu_has_no_memory_to_share_between_devices():
+    with pytest.raises(DeviceError, match="in the memory of the CPU; add --device cuda"):
+        device_memory(store_of())
 
 
 def test_a_sender_without_the_receivers_transport_says_which_both_have():

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from cuda_ipc_rig import cuda_ipc_rig
 from kvtransfer_rig import FORMAT, PATIENCE, Proxy, Rig, fin_of, wide_format
 
 from pdmesh.kvtransfer.alarms import Alarms
@@ -35,8 +36,10 @@ def rig_of(listener, page_format=FORMAT, proxy=None, **options):
         assert rig.problems() == []
 
 
-@pytest.fixture(params=["tcp", "shm", "loopback"])
+@pytest.fixture(params=["tcp", "shm", "cuda_ipc", "loopback"])
 def anywhere(request):
+    if request.param == "cuda_ipc":
+        return lambda page_format=FORMAT: cuda_ipc_rig(page_format=page_format)
     make = {"tcp": TcpListener, "shm": ShmListener, "loopback": LoopbackListener}[request.param]
     return lambda page_format=FORMAT: rig_of(make(page_format), page_format)
 

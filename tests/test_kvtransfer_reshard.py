@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
+from cuda_ipc_rig import FakeDevice, device_store
 from hypothesis import given
 from hypothesis import strategies as st
 from kvtransfer_rig import FORMAT, PATIENCE, fin_of
 
 from pdmesh.kvcache.store import LatentStore
+from pdmesh.kvtransfer.cuda_ipc import CudaIpcDialer, CudaIpcListener
 from pdmesh.kvtransfer.parted import PartedReceiver
 from pdmesh.kvtransfer.receiver import TransferReceiver
 from pdmesh.kvtransfer.reshard import parts_from, parts_to, plan
@@ -68,14 +71,15 @@ class Group:
     """``num_senders`` ranks with the same pages, ``num_receivers`` ranks with a pool each."""
 
     def __init__(self, num_senders: int, num_receivers: int, listener) -> None:
-        self.source = LatentStore(8, 2, 4, 3, torch.float32)
+        device = FakeDevice() if listener is CudaIpcListener else None
+        dialers = None if device is None else [CudaIpcDialer(device)]
+        offers = listener if device is None else partial(CudaIpcListener, memory=device)
+        self.source = self._store(device)
         shape = self.source.tensor.shape
         self.source.tensor.copy_(torch.arange(1, 1 + shape.numel()).reshape(shape))
-        self.senders = [TransferSender(FORMAT, store=self.source) for _ in range(num_senders)]
-        self.stores = [
-            LatentStore(8, 2, 4, 3, torch.float32, shared=True) for _ in range(num_receivers)
-        ]
-        self.receivers = [TransferReceiver(store, [listener(FORMAT)]) for store in self.stores]
+        self.senders = [TransferSender(FORMAT, dialers, self.source) for _ in range(num_senders)]
+        self.stores = [self._store(device) for _ in range(num_receivers)]
+        self.receivers = [TransferReceiver(store, [offers(FORMAT)]) for store in self.stores]
         self.drained: list[tuple[int, str]] = []
         self.changed = threading.Event()
         self.parted = [
@@ -84,6 +88,11 @@ class Group:
         ]
         for receiver in self.receivers:
             receiver.start()
+
+    def _store(self, device):
+        if device is not None:
+            return device_store(8, 2, 4, 3)
+        return LatentStore(8, 2, 4, 3, torch.float32, shared=True)
 
     def _drained(self, rank: int, transfer_id: str) -> None:
         self.drained.append((rank, transfer_id))
@@ -127,7 +136,8 @@ class Group:
 
 @pytest.fixture(params=SIZES, ids=lambda size: f"{size[0]}to{size[1]}")
 def group(request):
-    made = Group(*request.param, TcpListener if sum(request.param) % 2 else ShmListener)
+    kinds = (TcpListener, ShmListener, CudaIpcListener)
+    made = Group(*request.param, kinds[SIZES.index(request.param) % len(kinds)])
     yield made
     made.close()
     assert made.problems() == []

@@ -10,6 +10,7 @@ import torch
 from kvtransfer_rig import PATIENCE, fin_of
 from test_kvtransfer_reshard import SIZES, Group
 
+from pdmesh.kvtransfer.cuda_ipc import CudaIpcListener
 from pdmesh.kvtransfer.reshard import parts_to
 from pdmesh.kvtransfer.shm import ShmListener
 from pdmesh.kvtransfer.tcp import TcpListener
@@ -59,7 +60,7 @@ def all_free(group):
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.full)])
-@pytest.mark.parametrize("listener", [TcpListener, ShmListener])
+@pytest.mark.parametrize("listener", [TcpListener, ShmListener, CudaIpcListener])
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}to{size[1]}")
 def test_no_rank_keeps_a_page_of_requests_that_came_or_were_aborted(size, listener, count):
     """vllm-project/vllm#36958: every number of ranks on either side, tokens as from one to one."""

@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 import torch
+from cuda_ipc_rig import FakeDevice, device_store
 from model_cases import tiny_model, tokens_of
 
 from pdmesh.decode.drafter import MtpDrafter, SequenceRows
@@ -21,6 +22,7 @@ from pdmesh.decode.scheduler import DecodeScheduler
 from pdmesh.decode.worker import DecodeWorker
 from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
+from pdmesh.kvtransfer.cuda_ipc import CudaIpcDialer, CudaIpcListener
 from pdmesh.kvtransfer.faults import Faults
 from pdmesh.kvtransfer.loopback import LoopbackListener
 from pdmesh.kvtransfer.nixl import NixlDialer, NixlListener
@@ -57,7 +59,14 @@ PAGE = 64
 SECRET = b"k" * 32
 PATIENCE = 60.0
 """Seconds after which a test gives up; never reached when all is well."""
-LISTENERS = {"tcp": TcpListener, "shm": ShmListener, "nixl": NixlListener}
+DEVICE = FakeDevice()
+LISTENERS = {
+    "tcp": TcpListener,
+    "shm": ShmListener,
+    "nixl": NixlListener,
+    "cuda_ipc": lambda fmt: CudaIpcListener(fmt, DEVICE),
+}
+DIALERS = {"nixl": NixlDialer, "cuda_ipc": lambda store: CudaIpcDialer(DEVICE)}
 MODEL = tiny_model()
 VOCAB = MODEL.config.vocab_size
 WITHOUT_MTP = DeepseekV3(MODEL.config, mtp=False).requires_grad_(False).eval()
@@ -186,14 +195,11 @@ class Side:
         self._mtp = options.mtp
         size = options.page_size
         self.kv = KvManager(options.pages, size, self._check_published, self.evicted.extend)
-        self.store = LatentStore(
-            options.pages,
-            fmt.num_layers,
-            size,
-            fmt.latent_width,
-            torch.float32,
-            shared=options.transport == "shm",
-        )
+        shape = (options.pages, fmt.num_layers, size, fmt.latent_width)
+        if options.transport == "cuda_ipc":
+            self.store = device_store(*shape)
+        else:
+            self.store = LatentStore(*shape, torch.float32, shared=options.transport == "shm")
         self.store.tensor.fill_(float("nan"))
 
     def _check_published(self, pages):
@@ -227,7 +233,9 @@ class PrefillSide(Side):
             self.store,
             scheduler,
             limits,
-            dialers=[NixlDialer(self.store)] if options.transport == "nixl" else (),
+            dialers=[DIALERS[options.transport](self.store)]
+            if options.transport in DIALERS
+            else (),
             observe=self.facts.append,
             clock=lambda: time.monotonic() + self.skipped,
         )

@@ -1,0 +1,97 @@
+"""What a transport between processes asks of a device: its memory by handle, and copies in order.
+
+``cuda_driver.CudaMemory`` is the one for CUDA devices. Addresses are those of this process; a copy
+may go between any two memories of the device, of another process on it, or of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pdmesh.kvcache.store import LatentStore
+
+Copy = tuple[int, int, int]
+"""Address of the target, address of the source, bytes."""
+
+
+class DeviceError(OSError):
+    """The device or its driver refused or failed, in a sentence."""
+
+
+class ExportedPool(msgspec.Struct, frozen=True, array_like=True):
+    """A pool that another process may map."""
+
+    handle: bytes
+    """What the driver calls the allocation that the pool lies in."""
+    offset: int
+    """Of the pool in that allocation, bytes."""
+    size: int
+    """Of the pool, bytes."""
+    device: str
+    """Unique name of the device that has it."""
+
+
+class Mark(Protocol):
+    """A point in a lane's work."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all that was queued before it is in place. Raises DeviceError if it failed."""
+
+    def wait(self) -> None:
+        """Blocks until it is done.
+
+        Raises:
+            DeviceError: the device failed; what was queued may be under way or not.
+        """
+
+
+class Lane(Protocol):
+    """Work that the device does in order, beside all that it computes."""
+
+    def follow(self, ready: torch.cuda.Event | None) -> None:
+        """What is queued from now on begins after ``ready``."""
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Queues copies. Raises DeviceError, and some of them may be queued then."""
+
+    def record(self) -> Mark:
+        """Marks what has been queued so far."""
+
+    def close(self) -> None:
+        """Nothing is queued any more."""
+
+
+class DeviceMemory(Protocol):
+    """One device, as this process uses it. Thread-safe. All of it may raise DeviceError."""
+
+    def holds(self, store: LatentStore) -> bool:
+        """Whether the pages of ``store`` are in its memory."""
+
+    def export(self, store: LatentStore) -> ExportedPool:
+        """Lets other processes map the pages of ``store``, for as long as they exist."""
+
+    def open(self, pool: ExportedPool) -> int:
+        """Maps a pool of another process; its address here. Opened again, the same once more."""
+
+    def close(self, pool: ExportedPool, address: int) -> None:
+        """Takes back one ``open``. No copy to or from the pool may be queued."""
+
+    def lane(self) -> Lane:
+        """A new lane."""
+
+    def staging(self, size: int) -> npt.NDArray[np.uint8]:
+        """Memory of the host that the device copies to without waiting."""
+
+    def settle(self) -> None:
+        """Blocks until all that this process has queued to compute so far is done."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What this thread computes on the device within goes beside what others compute."""
