@@ -163,7 +163,7 @@ def _received(
 ) -> ReceivedMasked | ReceivedContiguous:
     """What the dispatch `channel` brought, in the layout that it has."""
     if isinstance(arrived, Arrived):
-        return ReceivedMasked(channel, arrived, made)
+        return ReceivedMasked(channel, arrived, made[:, : arrived.rows.values.shape[1]])
     return ReceivedContiguous(channel, arrived, made)
 
 
@@ -299,8 +299,8 @@ class NvshmemExperts:
     def dispatch_recv(self, handle: DispatchHandle) -> Received:
         """See `ExpertParallel`; a lost rank is noticed by `check`."""
         assert isinstance(handle, _Dispatched)
-        handle.lane.receive_rows()
-        return _received(handle.channel, handle.lane.arrived, handle.lane.made)
+        arrived = handle.lane.receive_rows()
+        return _received(handle.channel, arrived, handle.lane.made)
 
     def combine_send(
         self, handle: DispatchHandle, received: Received, outputs: Tensor

@@ -11,7 +11,12 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from pdmesh.kernels.expert_exchange import ArrivedContiguous, ExchangeSize, new_arrived
+from pdmesh.kernels.expert_exchange import (
+    AnyArrived,
+    ArrivedContiguous,
+    ExchangeSize,
+    room_for,
+)
 from pdmesh.kernels.symmetric import SymmetricHeap
 from pdmesh.model.parallel.nvshmem_memory import Arena, Region, Tuning, power
 from pdmesh.model.parallel.nvshmem_tables import LayerTable, Tables
@@ -63,7 +68,7 @@ class Lane:
         if not puts and not all(self._bases):
             raise ValueError("some ranks' memory is not mapped: name those that are")
         device = heap.device
-        self.arrived = new_arrived(size, device)
+        self.arrived = room_for(size, device)
         if puts:
             self.made = self._view(self._outputs).view(torch.bfloat16).view(shape)
         else:
@@ -222,10 +227,11 @@ class Lane:
                 size.inbox_bytes, num_warps=8,
             )  # fmt: skip
 
-    def receive_rows(self) -> None:
-        """dispatch_recv."""
+    def receive_rows(self) -> AnyArrived:
+        """dispatch_recv: `arrived`."""
         self.wait_rows()
         self.spread_rows()
+        return self.arrived
 
     def wait_rows(self) -> None:
         """The first half of dispatch_recv: until everybody's rows are here."""
