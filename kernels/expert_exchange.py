@@ -175,16 +175,30 @@ class ArrivedContiguous(NamedTuple):
 AnyArrived = Arrived | ArrivedContiguous
 
 
-def new_arrived(size: ExchangeSize, device: torch.device | str) -> AnyArrived:
-    """Empty memory for what arrives, in the layout of `size`."""
-    values = torch.empty((*size.layout, size.hidden), dtype=torch.float8_e4m3fn, device=device)
-    rows = Rows(values, new_scales(*size.layout, size.hidden // BLOCK, device=device))
+def new_arrived(size: ExchangeSize, device: torch.device | str) -> Arrived:
+    """Empty memory for an `Arrived`."""
+    shape = (size.slots, size.max_rows)
+    homes = torch.empty(shape, dtype=torch.int32, device=device)
     counts = torch.zeros(size.slots, dtype=torch.int32, device=device)
-    homes = torch.empty(size.layout, dtype=torch.int32, device=device)
-    if not size.capacity:
-        return Arrived(rows, counts, homes)
-    row_expert = torch.full_like(homes, -1)
-    return ArrivedContiguous(rows, counts, homes, row_expert, torch.zeros_like(counts[:1]))
+    return Arrived(_new_rows(size, shape, device), counts, homes)
+
+
+def new_arrived_contiguous(size: ExchangeSize, device: torch.device | str) -> ArrivedContiguous:
+    """Empty memory for an `ArrivedContiguous`."""
+    homes = torch.empty(size.capacity, dtype=torch.int32, device=device)
+    counts = torch.zeros(size.slots, dtype=torch.int32, device=device)
+    rows, used = _new_rows(size, (size.capacity,), device), torch.zeros_like(counts[:1])
+    return ArrivedContiguous(rows, counts, homes, torch.full_like(homes, -1), used)
+
+
+def room_for(size: ExchangeSize, device: torch.device | str) -> AnyArrived:
+    """Empty memory for what arrives, in the layout that `size` has room for."""
+    return (new_arrived_contiguous if size.capacity else new_arrived)(size, device)
+
+
+def _new_rows(size: ExchangeSize, shape: tuple[int, ...], device: torch.device | str) -> Rows:
+    values = torch.empty((*shape, size.hidden), dtype=torch.float8_e4m3fn, device=device)
+    return Rows(values, new_scales(*shape, size.hidden // BLOCK, device=device))
 
 
 def arrive(
@@ -205,7 +219,7 @@ def arrive(
     Raises:
         ValueError: they are more than there is room for.
     """
-    arrived = new_arrived(size, rows[0].device)
+    arrived = room_for(size, rows[0].device)
     quantised = [quantise_rows(own) for own in rows]
     values = torch.cat([own.values.view(torch.uint8) for own in quantised])
     scales = torch.cat([own.scales for own in quantised])

@@ -26,23 +26,27 @@ def choose_contiguous(n: int, k: int) -> Choice:
     return choose_grouped(FEW_ROWS + 1, {} if problem is None else {"deep_gemm": problem})
 
 
-def masked_grouped_gemm(x: Rows, weight: BlockWeight, counts: Tensor, expected: int) -> Tensor:
+def masked_grouped_gemm(
+    x: Rows, weight: BlockWeight, counts: Tensor, expected: int, *, out: Tensor | None = None
+) -> Tensor:
     """See `quantised.masked_grouped_gemm`."""
     from pdmesh.kernels.triton import grouped_gemm
 
     _, n, k = weight.values.shape
     chosen = choose_masked(x.values.shape[1], expected, n, k).backend
     module = deep_gemm_backend if chosen == "deep_gemm" else grouped_gemm
-    output: Tensor = module.masked_grouped_gemm(x, weight, counts, expected)
+    output: Tensor = module.masked_grouped_gemm(x, weight, counts, expected, out=out)
     return output
 
 
-def contiguous_grouped_gemm(x: Rows, weight: BlockWeight, row_expert: Tensor) -> Tensor:
+def contiguous_grouped_gemm(
+    x: Rows, weight: BlockWeight, row_expert: Tensor, *, out: Tensor | None = None
+) -> Tensor:
     """See `quantised.contiguous_grouped_gemm`."""
     from pdmesh.kernels.triton import grouped_gemm
 
     _, n, k = weight.values.shape
     chosen = choose_contiguous(n, k).backend
     module = deep_gemm_backend if chosen == "deep_gemm" else grouped_gemm
-    output: Tensor = module.contiguous_grouped_gemm(x, weight, row_expert)
+    output: Tensor = module.contiguous_grouped_gemm(x, weight, row_expert, out=out)
     return output

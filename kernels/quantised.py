@@ -112,12 +112,15 @@ def fp8_gemm(x: Rows, weight: BlockWeight) -> Tensor:
     return (dequantise_rows(x) @ dense.t()).to(torch.bfloat16)
 
 
-def masked_grouped_gemm(x: Rows, weight: BlockWeight, counts: Tensor, expected: int) -> Tensor:
+def masked_grouped_gemm(
+    x: Rows, weight: BlockWeight, counts: Tensor, expected: int, *, out: Tensor | None = None
+) -> Tensor:
     """For each expert e the first counts[e] rows: x [experts, rows, k], weight [experts, n, k].
 
     Args:
         counts: [experts] int32, on the device.
         expected: rows of an expert that are likely; a hint.
+        out: what is returned, if given.
 
     Returns:
         [experts, rows, n] bfloat16; rows from counts[e] on are undefined.
@@ -126,16 +129,19 @@ def masked_grouped_gemm(x: Rows, weight: BlockWeight, counts: Tensor, expected: 
         fp8_gemm(Rows(x.values[e], x.scales[e]), BlockWeight(weight.values[e], weight.scales[e]))
         for e in range(weight.values.shape[0])
     ]
-    return torch.stack(outputs)
+    return torch.stack(outputs, out=out)
 
 
-def contiguous_grouped_gemm(x: Rows, weight: BlockWeight, row_expert: Tensor) -> Tensor:
+def contiguous_grouped_gemm(
+    x: Rows, weight: BlockWeight, row_expert: Tensor, *, out: Tensor | None = None
+) -> Tensor:
     """Rows x [m, k] grouped by expert; weight [experts, n, k]: [m, n] bfloat16.
 
     `row_expert` [m] int32 is each row's expert, -1 for padding, whose result is undefined. An
-    expert's rows begin at a multiple of 128.
+    expert's rows begin at a multiple of 128. `out` is what is returned, if given.
     """
-    output = x.values.new_empty((x.values.shape[0], weight.values.shape[1]), dtype=torch.bfloat16)
+    shape = (x.values.shape[0], weight.values.shape[1])
+    output = x.values.new_empty(shape, dtype=torch.bfloat16) if out is None else out
     for expert in range(weight.values.shape[0]):
         chosen = row_expert == expert
         one = BlockWeight(weight.values[expert], weight.scales[expert])

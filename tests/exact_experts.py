@@ -41,9 +41,10 @@ class ExactExperts:
             torch.bfloat16
         )
 
-    def grouped(self, x, weight, row_expert):
-        shape = (x.values.shape[0], weight.values.shape[1])
-        out = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=x.values.device)
+    def grouped(self, x, weight, row_expert, *, out=None):
+        if out is None:
+            out = x.scales.new_empty(x.values.shape[0], weight.values.shape[1]).bfloat16()
+        out.fill_(torch.nan)
         for expert in range(weight.values.shape[0]):
             at = row_expert == expert
             picked = Rows(x.values[at], x.scales[at])

@@ -7,6 +7,7 @@ import sys
 import types
 
 import torch
+import triton.language as tl
 
 NAME = "torch.distributed._symmetric_memory._nvshmem_triton"
 KERNELS = "pdmesh.kernels.triton.ep_put"
@@ -37,12 +38,21 @@ class Puts:
         raise AssertionError("a put to what is no symmetric memory")
 
     def putmem_signal_block(self, dst, src, size_bytes, signal, sig_val, sig_op, pe):
+        """`nvshmemx_putmem_signal_block`: bytes, not elements; a signal is a uint64 of its own.
+
+        The call for a device has one signature: five words of 64 bits, and two of 32.
+        """
+        assert [x.dtype for x in (dst, src, size_bytes, signal, sig_val)] == [tl.int64] * 5
+        assert pe.dtype == tl.int32
         to, source, size, counter, value, how, peer = (
             int(getattr(x, "value", x)) for x in (dst, src, size_bytes, signal, sig_val, sig_op, pe)
         )
         assert size > 0
         assert how in (SET, ADD), f"{how} is no operation on a signal"
-        self.there(source, size, peer)
+        assert counter % 8 == 0, "a signal is aligned to its size"
+        assert value > 0
+        assert 0 <= peer < len(self.blocks[0]), f"there is no PE {peer}"
+        self.there(source, size, peer)  # a network reads from symmetric memory only
         ctypes.memmove(self.there(to, size, peer), source, size)
         word = ctypes.c_int64.from_address(self.there(counter, 8, peer))
         word.value = value if how == SET else word.value + value

@@ -193,10 +193,10 @@ class Walk:
     A part may run before others have run theirs of the same or of the exchange before.
     """
 
-    def __init__(self, seed, sized, experts, exchanges=3, ranks=3):
+    def __init__(self, seed, sized, experts, exchanges=3, ranks=3, **more):
         self.rng = random.Random(seed)
         placement = scattered(ranks, experts, seed)
-        self.group = Group(placement, sized(placement))
+        self.group = Group(placement, sized(placement), **more)
         self.ranks, self.exchanges = ranks, exchanges
         counts = [[self.rng.choice([0, 0, 1, 5]) for _ in range(ranks)] for _ in range(exchanges)]
         self.data = [

@@ -122,6 +122,7 @@ def test_experts_in_fp8_give_the_bits_of_one_rank(kind, ranks):
         group.poison(end)
         received = end.dispatch_recv(sent[rank])
         made = received.quantised_outputs(experts.ops, *experts.held(placement.layers[0][rank]))
+        assert made.data_ptr() == end.lanes[0].made.data_ptr()
         back.append(end.combine_send(sent[rank], received, made))
     for rank, end in enumerate(group.ends):
         found = end.combine_recv(back[rank], weights[rank])
@@ -147,7 +148,7 @@ def test_the_kernels_of_grouped_products_take_the_layout_as_it_arrives():
         # Neither NaN nor large: the interpreter warns of these, a device does not.
         there.arrived.rows.values.view(torch.uint8)[~used] = 0x7E
         there.arrived.rows.scales[~used] = 1e-2
-        found = there.quantised_outputs(ops, *held)[used].float()
+        found = there.quantised_outputs(ops, *held)[used].float()  # a copy: `made` is written anew
         want = there.quantised_outputs(experts.ops, *held)[used].float()
         assert (found - want).norm() < 0.01 * want.norm()
         assert want.norm() > 0

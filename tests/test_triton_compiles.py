@@ -84,3 +84,22 @@ def test_puts_compile_where_the_library_for_devices_is():
     lines = ahead_of_time("puts")
     assert set(lines) == {entry.name for entry in PUTS}
     assert not any("error" in line or line["shared"] > SHARED_LIMIT for line in lines.values())
+
+
+@pytest.mark.parametrize(
+    ("ptx", "said"),
+    [
+        (".const .b8 nvshmemi_device_state_d[776];", "no nvshmemi_device_state_d"),
+        (
+            ".visible .const .b8 nvshmemi_device_state_d[776];\n"
+            ".visible .const .b8 nvshmemi_device_lib_version_d[12];\n"
+            ".extern .func nvshmemx_putmem_signal_block(",
+            "not linked in: .extern .func nvshmemx_putmem",
+        ),
+    ],
+)
+def test_a_module_without_the_librarys_state_or_code_is_refused(ptx, said):
+    from pdmesh.kernels.triton import ahead
+
+    with pytest.raises(ValueError, match=said):
+        ahead._linked("put", ptx)

@@ -5,7 +5,9 @@
 prints a line of JSON for each entry of the catalogue: name, bytes of shared memory, seconds; or
 `error` where it does not compile. Triton keeps what it compiled in its cache. With the argument
 `puts` it compiles those that are linked with NVSHMEM's library for devices, which it looks for in
-$NVSHMEM_LIB_DIR and where the wheel puts it; that takes some ten seconds a kernel.
+$NVSHMEM_LIB_DIR and where the wheel puts it; that takes some ten seconds a kernel. Of these it is
+an error too if the library's state, which its host side looks up by name, is not in the module, or
+if a call leads nowhere.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory that a program can have on sm_90 (CUDA C++ programming guide, table of
 compute capabilities)."""
 CAPABILITY = 90
+STATE = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
+"""What `nvshmemx_cumodule_init` of NVSHMEM 3.4 looks up in a module by name."""
 
 
 def compiled(entry: Entry) -> dict[str, Any]:
@@ -57,7 +61,24 @@ def compiled(entry: Entry) -> dict[str, Any]:
     begin = time.perf_counter()
     done = compile_kernel(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
     took = time.perf_counter() - begin
+    if "extern_libs" in options:
+        _linked(entry.name, done.asm["ptx"])
     return {"name": entry.name, "shared": done.metadata.shared, "seconds": round(took, 2)}
+
+
+def _linked(name: str, ptx: str) -> None:
+    """Whether NVSHMEM's library is in a module, whole.
+
+    Raises:
+        ValueError: it is not.
+    """
+    lines = ptx.splitlines()
+    for state in STATE:
+        if not any(line.startswith(".visible") and f" {state}[" in line for line in lines):
+            raise ValueError(f"{name}: no {state} that the library could find")
+    lost = [line for line in lines if line.startswith(".extern .func") and "nvshmem" in line]
+    if lost:
+        raise ValueError(f"{name}: not linked in: {lost[0]}")
 
 
 def main() -> None:

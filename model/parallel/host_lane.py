@@ -68,10 +68,9 @@ class HostLane:
         self._memory = heap.allocate(self._nbytes)
         self._blocks = [self._views(base) for base in heap.addresses(self._memory)]
         self._own = self._blocks[heap.rank]
-        arrived = new_arrived(size, heap.device)
-        if not isinstance(arrived, Arrived):
-            raise ValueError("ranks in memory of the host take the masked layout (capacity 0)")
-        self.arrived = arrived
+        if size.capacity:
+            raise ValueError("ranks in memory of the host take the masked layout")
+        self.arrived = new_arrived(size, heap.device)
         shape = (size.slots, size.max_rows, size.hidden)
         self.made = torch.empty(shape, dtype=torch.bfloat16, device=heap.device)
         self.step = 0

@@ -125,7 +125,8 @@ class ReceivedContiguous:
         channel: the dispatch that they came by.
         arrived: rows [capacity, h] in FP8 and the expert of each, valid until the lane's next
             dispatch is received.
-        made: [capacity, h] bfloat16, as in `ReceivedMasked`.
+        made: [capacity, h] bfloat16 in the lane's own memory, where `combine_send` reads outputs
+            without a copy.
     """
 
     channel: Channel
@@ -145,7 +146,7 @@ class ReceivedContiguous:
         return self.made
 
     def quantised_outputs(self, ops: Backends, gate_up: BlockWeight, down: BlockWeight) -> Tensor:
-        """What experts in FP8 make of them: [capacity, h] bfloat16, junk where there is no row.
+        """What experts in FP8 make of them: `made`, junk where there is no row.
 
         gate_up [slots, 2 i, h], down [slots, h, i]. The host waits for nothing, and rows that are
         not used cost neither products nor quantising, however many there is room for.
@@ -155,8 +156,8 @@ class ReceivedContiguous:
         # All used rows are the rows of one expert in the masked layout.
         values, scales = ops.masked_silu_mul_quantise(both.unsqueeze(0), used)
         hidden = Rows(values.squeeze(0), scales.squeeze(0))
-        made: Tensor = ops.contiguous_grouped_gemm(hidden, down, row_expert)
-        return made
+        held: Tensor = ops.contiguous_grouped_gemm(hidden, down, row_expert, out=self.made)
+        return held
 
 
 def _received(
@@ -308,7 +309,8 @@ class NvshmemExperts:
     def dispatch_recv(self, handle: DispatchHandle) -> Received:
         """See `ExpertParallel`; a lost rank is noticed by `check`."""
         assert isinstance(handle, _Dispatched)
-        return _received(handle.channel, handle.lane.receive_rows(), handle.lane.made)
+        arrived = handle.lane.receive_rows()
+        return _received(handle.channel, arrived, handle.lane.made)
 
     def combine_send(
         self, handle: DispatchHandle, received: Received, outputs: Tensor

@@ -15,7 +15,7 @@ from pdmesh.kernels.expert_exchange import (
     AnyArrived,
     ArrivedContiguous,
     ExchangeSize,
-    new_arrived,
+    room_for,
 )
 from pdmesh.kernels.symmetric import SymmetricHeap
 from pdmesh.model.parallel.nvshmem_memory import Arena, Region, Tuning, power
@@ -68,7 +68,7 @@ class Lane:
         if not puts and not all(self._bases):
             raise ValueError("some ranks' memory is not mapped: name those that are")
         device = heap.device
-        self.arrived = new_arrived(size, device)
+        self.arrived = room_for(size, device)
         if puts:
             self.made = self._view(self._outputs).view(torch.bfloat16).view(shape)
         else:
