@@ -71,10 +71,10 @@ class Walk:
     A part may run before others have run theirs of the same or of the exchange before.
     """
 
-    def __init__(self, seed, exchanges=3, ranks=3):
+    def __init__(self, seed, exchanges=3, ranks=3, host=False):
         self.rng = random.Random(seed)
         placement = scattered(ranks, EXPERTS, seed)
-        self.group = Group(placement, sized(placement))
+        self.group = Group(placement, sized(placement), host=host)
         self.ranks, self.exchanges = ranks, exchanges
         counts = [[self.rng.choice([0, 0, 1, 5]) for _ in range(ranks)] for _ in range(exchanges)]
         self.data = [
@@ -141,6 +141,11 @@ class Walk:
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_ranks_that_run_ahead_overwrite_nothing_that_others_still_read(seed):
     assert Walk(seed).go()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_run_ahead_in_memory_of_the_host_overwrite_nothing_either(seed):
+    assert Walk(seed, exchanges=6, ranks=random.Random(seed).choice([2, 3, 4]), host=True).go()
 
 
 @pytest.mark.full
