@@ -33,6 +33,7 @@ from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.spread import Spread
+from pdmesh.model.parallel.device_heap import check_nvshmem
 from pdmesh.model.parallel.serving import Ranks, computing, follow, join_ranks, rank_status
 from pdmesh.model.served import (
     Placing,
@@ -260,10 +261,13 @@ def _ranks(config: DecodeConfig) -> Ranks:
 
 
 def _spread(config: DecodeConfig, ranks: Ranks) -> Spread | None:
-    """The worker's part of a model in FP8."""
+    """The worker's part of a model in FP8, before anything is loaded."""
     if _placing(config).chosen != "fp8":
         return None
-    return ranks.spread(ModelConfig.from_path(config.model_path), config.mtp)
+    spread = ranks.spread(ModelConfig.from_path(config.model_path), config.mtp)
+    if spread is not None and config.device.startswith("cuda"):
+        check_nvshmem()
+    return spread
 
 
 def _planned(config: DecodeConfig, spread: Spread | None) -> DecodeConfig:

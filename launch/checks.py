@@ -54,7 +54,7 @@ def check_together(topology: Topology) -> None:
         ConfigError: one sentence with the fix.
     """
     config = _config(topology.model_path)
-    _check_device(topology)
+    _check_device(topology, config)
     _check_drafts(topology, config)
     _check_page(topology, config)
     _check_eviction(topology)
@@ -65,7 +65,7 @@ def check_together(topology: Topology) -> None:
             raise ConfigError(f"port {port} is the public one; give the metrics another")
 
 
-def _check_device(topology: Topology) -> None:
+def _check_device(topology: Topology, config: Mapping[str, object]) -> None:
     model = topology.model
     if not re.fullmatch(r"cpu|cuda|cuda:\d+(,cuda:\d+)*", model.device):
         with topology.blamed("model", "device"):
@@ -95,6 +95,13 @@ def _check_device(topology: Topology) -> None:
         if getattr(getattr(topology, role), key) > 1:
             with topology.blamed(role, key):
                 raise ConfigError(f"{why}; leave it at 1, or add --precision plain")
+    hidden = config.get("hidden_size")
+    if topology.decode.ep > 1 and isinstance(hidden, int) and hidden % 128:
+        with topology.blamed("decode", "ep"):
+            raise ConfigError(
+                f"ranks in fp8 send rows of whole blocks of 128, and this model's are {hidden} "
+                "wide; leave it at 1, or add --precision plain"
+            )
 
 
 def _check_drafts(topology: Topology, config: Mapping[str, object]) -> None:

@@ -266,6 +266,27 @@ def test_what_rows_ask_for_is_counted_until_it_is_taken(models):
     assert not group[1].take_load().any()
 
 
+@pytest.mark.parametrize("mode", ["dispatch_overlap", "microbatch"])
+def test_sequences_that_fill_up_a_captured_step_are_sent_to_nobody(models, mode):
+    model, _ = models
+    group = ranks_of(model, 2)
+
+    def run(number, rank):
+        talk = Talk(rank.model, [(20, 33, 5), ()][number], 7)
+        rank.forward(mode, talk.prompt(), talk.pool, "mha")
+        rank.capture(talk.pool, (1,), 4, (), (mode,), plain_capture)
+        rank.take_load()
+        before = rank.exchange.sent.total("combine")
+        rank.forward(mode, talk.step(), talk.pool, "absorbed")
+        return rank.take_load()[:-1].sum(1).tolist(), rank.exchange.sent.total("combine") - before
+
+    (asked, _), (nothing, returned) = together(group, run)
+    layers, row = len(asked), model.config.gate.top_k * 2 * model.config.hidden_size
+    assert asked == [3 * model.config.gate.top_k] * layers
+    assert nothing == [0] * layers
+    assert returned <= 3 * row * layers
+
+
 def test_a_rank_that_does_not_come_is_named_and_no_result_is_used(models):
     model, _ = models
     group = ranks_of(model, 2, timeout_s=0.2)

@@ -16,6 +16,7 @@ from pdmesh.launch.serve import _own_device
 from pdmesh.launch.topology import Topology, shipped_model
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.device.model import DeviceModel
+from pdmesh.model.parallel.device_heap import check_nvshmem
 from pdmesh.model.parallel.serving import Ranks, join_ranks
 from pdmesh.model.served import Placing, load_served_model, plan_pages, store_dtype
 from pdmesh.model.weights import load_model
@@ -175,6 +176,19 @@ def test_ranks_share_a_device_with_all_other_workers():
     ranks = whole_groups(cuda.changed("decode", "--decode-ep", ep=4))
     check_together(ranks)
     assert told(ranks, "--memory-share") == "0.2000"
+
+
+def test_ranks_of_a_model_whose_rows_are_no_whole_blocks_are_refused(tmp_path):
+    random_checkpoint(tmp_path)
+    topology = Topology().changed("model", "--precision", precision="fp8", path=tmp_path)
+    with pytest.raises(ConfigError, match="this model's are 64 wide"):
+        check_together(topology.changed("decode", "--decode-ep", ep=2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_ranks_on_gpus_where_there_is_no_nvshmem_are_refused_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="exchange rows through NVSHMEM"):
+        check_nvshmem()
 
 
 def test_workers_take_several_devices_in_turn_each_with_its_own_share():

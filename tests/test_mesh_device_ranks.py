@@ -30,6 +30,7 @@ async def test_a_killed_rank_ends_its_group_which_forms_anew(mesh):
 async def test_answers_of_a_group_that_ends_go_on_at_another_group():
     arguments = ("--precision", "fp8", "--prefill", "1", "--decode", "4", "--decode-ep", "2")
     with meshes.running_mesh(*arguments) as mesh:
+        mesh.workers = 5
         async with meshes.chat_stub(mesh.address) as stub:
             asked = {"max_tokens": 40, "ignore_eos": True}
             prompts = [[n, 8, 9] for n in range(20, 28)]

@@ -19,10 +19,11 @@ from pdmesh.model.device.sources import ModelSource
 from pdmesh.model.device.spread import Exchange, spread_over
 from pdmesh.model.parallel.balancer import BalanceRule
 from pdmesh.model.parallel.device_member import DeviceMember
-from pdmesh.model.parallel.exchange import RankLost
+from pdmesh.model.parallel.exchange import Channel, RankLost
 from pdmesh.model.parallel.meeting import Place
 from pdmesh.wire.errors import ConfigError, Unavailable
 
+NEW = Channel("new", 0, -1, -1)
 SMALL = {"num_hidden_layers": 2}
 
 
@@ -163,8 +164,12 @@ def test_a_rank_of_an_earlier_group_is_waited_out_and_the_group_forms_anew(model
     second = [None, a_member(model, 1, addresses)]
 
     def renew():
-        with contextlib.suppress(RankLost):
-            asyncio.run(first[0].ended())
+        meeting = first[0]._meeting
+        with meeting.changed:  # rank 1 is there again, and has said that it is new
+            back = meeting.changed.wait_for(
+                lambda: meeting.losses(1) and (1, NEW) in meeting._messages, 60
+            )
+        assert back
         first[0].close()
         second[0] = a_member(model, 0, addresses)
         second[0].start()

@@ -69,6 +69,12 @@ def test_ranks_that_run_ahead_overwrite_nothing_that_others_still_read(seed):
     assert Walk(seed, sized, EXPERTS).go()
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_run_ahead_in_memory_of_the_host_overwrite_nothing_either(seed):
+    ranks = random.Random(seed).choice([2, 3, 4])
+    assert Walk(seed, sized, EXPERTS, exchanges=6, ranks=ranks, host=True).go()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(100, 130))
 def test_ranks_at_any_pace_get_the_same_sums(seed):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from pdmesh.kernels.triton.entry import Entry
 
-_CHOOSE = "*i64! *i32! *i32! *i32! *i32! *i32! *i32! *i32! *i64! i32! i32!"
-_NUMBER = "*i64! *i32! *i32! *i32! *i32! *i32! *i32! *i64! *i64! *i64! *i64! i32! i32!"
-_SEND = "*bf16! *i64! *i32! *i32! *i32! *i64! *i64! *i64! i32! i32! i32! i32!"
+_CHOOSE = "{}! *i32! *i32! *i32! *i32! *i32! *i32! *i32! *i64! i32! i32!"
+_NUMBER = "{}! *i32! *i32! *i32! *i32! *i32! *i32! *i64! *i64! *i64! *i64! i32! i32!"
+_SEND = "*bf16! {}! *i32! *i32! *i32! *i64! *i64! *i64! i32! i32! i32! i32!"
 _SPREAD = "i64! *i32! *i32! *i32! *fp32! *i32! *i64! i32! i32! i32! i32! i32!"
 _RETURN = "*bf16! *i32! *i32! *i64! *i64! i32! i32!"
-_SUM = "*bf16! *i64! *fp32! *bf16! i32!"
+_SUM = "*bf16! {}! *fp32! *bf16! i32!"
 _WAIT_ROWS = (
     "*i64! *i64! *i32! *i64! *i64! *i32! *i32! *i64! *i32! *i32! *i32! *i32! *i64! i32! i64"
 )
@@ -22,6 +22,8 @@ _PUT_ROWS = "i64 i64 i64 i64 i64 i64 *i32! *i32! *i64! i32 i32 i32 i32 i32 i32 i
 _PUT_OUTPUTS = "i64 *i32! *i32! i64 i64 *i32! i32 i32 i32 i32 i32 i32"
 _LABEL = "*i32! *i32!"
 _PADDED = {"RANKS_P2": 8, "SLOTS_P2": 32}
+_IDS = ("*i64", "*i32")
+"""Of choices: as `ExpertParallel` has them, and as a device's router gives them."""
 _ROW = {"TOP": 8, "HIDDEN": 7168, "RECORD": 7392, "PART": 1024}
 
 EXCHANGE = (
@@ -29,20 +31,32 @@ EXCHANGE = (
         Entry(
             "ep_dispatch",
             "choose_kernel",
-            _CHOOSE,
+            _CHOOSE.format(ids),
             {"MOST": most, "SLOTS": 32, "BLOCK": 2048, "COPIES": copies},
             {"num_warps": 4},
         )
         for most, copies in ((1, 1), (3, 4))
+        for ids in _IDS
     ),
-    Entry(
-        "ep_dispatch",
-        "number_kernel",
-        _NUMBER,
-        {"RANKS": 8, "SLOTS": 32, "TOP": 8, "BLOCK": 256, "SLOTS_P2": 32, "TOP_P2": 8},
-        {"num_warps": 8},
+    *(
+        Entry(
+            "ep_dispatch",
+            "number_kernel",
+            _NUMBER.format(ids),
+            {"RANKS": 8, "SLOTS": 32, "TOP": 8, "BLOCK": 256, "SLOTS_P2": 32, "TOP_P2": 8},
+            {"num_warps": 8},
+        )
+        for ids in _IDS
     ),
-    Entry("ep_dispatch", "send_kernel", _SEND, {"RANKS": 8, **_ROW, "RANKS_P2": 8, "TOP_P2": 8}),
+    *(
+        Entry(
+            "ep_dispatch",
+            "send_kernel",
+            _SEND.format(ids),
+            {"RANKS": 8, **_ROW, "RANKS_P2": 8, "TOP_P2": 8},
+        )
+        for ids in _IDS
+    ),
     *(
         Entry(
             "ep_dispatch",
@@ -62,12 +76,15 @@ EXCHANGE = (
         )
         for align in (0, 128)
     ),
-    Entry(
-        "ep_combine",
-        "sum_kernel",
-        _SUM,
-        {"TOP": 8, "HIDDEN": 7168, "PART": 1024},
-        {"enable_fp_fusion": False},
+    *(
+        Entry(
+            "ep_combine",
+            "sum_kernel",
+            _SUM.format(ids),
+            {"TOP": 8, "HIDDEN": 7168, "PART": 1024},
+            {"enable_fp_fusion": False},
+        )
+        for ids in _IDS
     ),
     *(
         Entry(

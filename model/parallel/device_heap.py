@@ -33,9 +33,7 @@ def join_heap(
         RankLost: a rank went meanwhile.
     """
     if device.type == "cuda":
-        problem = missing()
-        if problem is not None:
-            raise ConfigError(f"ranks on GPUs exchange rows through NVSHMEM: {problem}")
+        check_nvshmem()
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
         os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(heap_bytes(nbytes))
@@ -53,6 +51,17 @@ def join_heap(
                 f"one host, of one user: {error}"
             ) from error
     return made
+
+
+def check_nvshmem() -> None:
+    """Whether ranks on GPUs can be had here.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    problem = missing()
+    if problem is not None:
+        raise ConfigError(f"ranks on GPUs exchange rows through NVSHMEM: {problem}")
 
 
 def heap_bytes(nbytes: int) -> int:

@@ -88,8 +88,6 @@ class DeviceMember:
         self._meeting = Meeting(place, self._plans, digest)
         self._calls = Calls(self._meeting.changed)
         self._rank: DeviceRank | None = None
-        self._formed: tuple[int, ...] | None = None
-        """How often each connection had ended when the group was formed."""
         self._ready = False
         self._sent_bytes = 0
         self._thread = threading.Thread(target=self._run, name="ep-steps", daemon=True)
@@ -166,7 +164,6 @@ class DeviceMember:
 
     def _join(self, within_s: float) -> None:
         greet(self._meeting, within_s)
-        self._formed = self._losses()
         threading.Thread(target=self._watch, name="ep-watch", daemon=True).start()
         asked = Asked(self._model, self._placement, self._exchange, self._most_copies)
         with torch.inference_mode():
@@ -175,9 +172,8 @@ class DeviceMember:
     @property
     def _most_copies(self) -> int:
         """Of an expert, under any plan."""
-        return (
-            1 if self._rule is None else self._rule.num_physical - self.config.n_routed_experts + 1
-        )
+        experts = self.config.n_routed_experts
+        return 1 if self._rule is None else self._rule.num_physical - experts + 1
 
     def close(self) -> None:
         """Leaves the group; calls that wait fail. Idempotent."""
@@ -207,19 +203,14 @@ class DeviceMember:
         """
         await asyncio.wrap_future(self._ended)
 
-    def _losses(self) -> tuple[int, ...]:
-        return tuple(self._meeting.losses(rank) for rank in range(len(self.place.addresses)))
-
     def _gone(self, rank: int) -> bool:
-        assert self._formed is not None
-        return self._meeting.closed or self._meeting.losses(rank) != self._formed[rank]
+        return self._meeting.closed or rank in self._meeting.gone
 
     def _lost(self) -> RankLost | None:
         """The rank that has gone since the group was formed."""
-        gone = [rank for rank in range(len(self.place.addresses)) if self._gone(rank)]
-        return (
-            RankLost(gone[0], "its connection has ended, and what it had to send") if gone else None
-        )
+        gone = self._meeting.gone
+        what = "its connection has ended, and what it had to send"
+        return RankLost(gone[0], what) if gone else None
 
     # ---- threads --------------------------------------------------------------------------
 

@@ -67,6 +67,8 @@ class Meeting:
         """The step that a rank has sent a message of since its last word."""
         self._owes = False
         self._losses: Counter[int] = Counter()
+        self._formed: dict[int, int] = {}
+        """How often each connection had ended when all ranks had gathered."""
         hello = Hello(place.group, len(place.addresses), place.rank, digest)
         events = Events(self._connected, self._word, self._learn, self._message, self._lost)
         self._links = Links(hello, place.addresses, events, place.silence_s)
@@ -130,13 +132,14 @@ class Meeting:
                     found = {rank: self._messages.pop((rank, channel)) for rank in others}
                     if forming:
                         self._assembly.form(others)
+                        self._formed = {rank: self._losses[rank] for rank in others}
                     return [
                         message if rank == me else found[rank] for rank in sorted({me, *others})
                     ]
                 left = deadline - time.monotonic()
-                gone = [rank for rank in missing if rank not in present and not forming]
+                gone = () if forming else self.gone
                 if gone or left <= 0:
-                    raise RankLost((gone or missing or list(new))[0], str(channel))
+                    raise RankLost((*gone, *missing, *new)[0], str(channel))
                 if not new:
                     self.changed.wait(min(left, 0.5))
                     continue
@@ -166,6 +169,12 @@ class Meeting:
         """How often the connection to a rank has ended."""
         with self.changed:
             return self._losses[rank]
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """Ranks that have been lost since all of them gathered; one that is back counts too."""
+        with self.changed:
+            return tuple(r for r, count in self._formed.items() if self._losses[r] != count)
 
     def tell(self, ranks: Sequence[int], plan: Plan) -> None:
         """Makes a plan known to others."""

@@ -287,7 +287,7 @@ class NvshmemExperts:
     def dispatch_send(
         self, channel: Channel, moe_layer: int, rows: Tensor, ids: Tensor
     ) -> DispatchHandle:
-        """See `ExpertParallel`. An id out of range (-1, say) is no choice.
+        """See `ExpertParallel`. ids may be int32; one out of range (-1, say) is no choice.
 
         Raises:
             ValueError: more rows than `size.tokens`, or of another width.

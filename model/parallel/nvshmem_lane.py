@@ -179,7 +179,7 @@ class Lane:
         }
 
     def send_rows(self, rows: Tensor, ids: Tensor, table: LayerTable) -> None:
-        """dispatch_send: rows [n, h], ids [n, k] int64."""
+        """dispatch_send: rows [n, h], ids [n, k] int64 or int32."""
         self.plan_rows(ids, table)
         self.write_rows(rows, ids, table.experts)
 
