@@ -93,9 +93,11 @@ def _values(run: Any, **options: Any) -> Callable[..., Any]:
     return lambda latent, w: run(latent, w.value, **options)
 
 
-def _gate_by(weight: str) -> Callable[[Any], Any]:
+def _gate_by(weight: str, **options: Any) -> Callable[[Any], Any]:
     """This project's gate on the weights of that name; it counts the choices besides."""
-    return lambda run: lambda normed, w: run(normed, getattr(w, weight), w.gate_bias, RULE)[:2]
+    return lambda run: (
+        lambda normed, w: run(normed, getattr(w, weight), w.gate_bias, RULE, **options)[:2]
+    )
 
 
 def _sum_by(run: Any) -> Callable[..., Tensor]:
@@ -289,6 +291,13 @@ def _all_steps() -> dict[str, Step]:
                 Candidate("torch bf16", gate_bf16),
                 *own("triton.gate", "gate_topk", "gate f32", _gate_by("gate")),
                 *own("triton.gate", "gate_topk", "gate bf16", _gate_by("gate_bf16")),
+                *own("cuda_gate", "gate_topk", "gate bf16, clusters", _gate_by("gate_bf16")),
+                *own(
+                    "cuda_gate",
+                    "gate_topk",
+                    "gate bf16, clusters, dependent",
+                    _gate_by("gate_bf16", dependent=True),
+                ),
             ],
             1e-2,
             look=_sorted_weights,
