@@ -1,5 +1,7 @@
 """Latent attention at real shapes on a GPU, every backend that is there, against float64."""
 
+import functools
+
 import pytest
 import torch
 
@@ -104,11 +106,14 @@ def test_a_row_does_not_depend_on_its_neighbours():
             assert torch.equal(alone, whole[2 * i : 2 * i + 2])
 
 
-@pytest.fixture(params=[False, True], ids=["four scales", "one scale"])
-def shared(request):
+@pytest.fixture(params=["four scales", "one scale", "one scale, between"])
+def shared(request, monkeypatch):
     if why := hopper_mla.unavailable():
         pytest.skip(why)
-    return request.param
+    if "between" in request.param:
+        between = functools.partial(hopper_mla.mla_decode, between=True)
+        monkeypatch.setattr(hopper_mla, "mla_decode", between)
+    return "one" in request.param
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
