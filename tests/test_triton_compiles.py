@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from pdmesh.kernels.triton import launch  # noqa: E402
 from pdmesh.kernels.triton.ahead import SHARED_LIMIT  # noqa: E402
 from pdmesh.kernels.triton.catalogue import ENTRIES  # noqa: E402
 from pdmesh.kernels.triton.catalogue_exchange import PUTS  # noqa: E402
@@ -84,3 +85,13 @@ def test_puts_compile_where_the_library_for_devices_is():
     lines = ahead_of_time("puts")
     assert set(lines) == {entry.name for entry in PUTS}
     assert not any("error" in line or line["shared"] > SHARED_LIMIT for line in lines.values())
+
+
+def test_what_comes_next_begins_early_only_where_that_was_asked_for():
+    assert not launch.lets_next_begin()
+    with launch.next_may_begin():
+        assert launch.lets_next_begin()
+        with launch.next_may_begin():
+            pass
+        assert launch.lets_next_begin()
+    assert not launch.lets_next_begin()
