@@ -14,7 +14,7 @@ from pdmesh.kernels import cublaslt_backend, deep_gemm_backend
 from pdmesh.kernels.gemm_config import untimed
 from pdmesh.kernels.quantised import BlockWeight, Rows
 
-UNTIMED_TILES = 3
+UNTIMED_TILES = 4
 """Of `gemm_config.untimed`."""
 ABSORB_VARIANTS = {
     "CUDA, early": {"early": True},

@@ -46,7 +46,7 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 TILES = [
     (ClusterTile(72, 2, 2, 3), 200, 304, 1104),
-    (ClusterTile(160, 4, 2, 6, ahead=True), 250, 648, 1024),
+    (ClusterTile(160, 4, 2, 6, ahead=True, fours=True), 250, 648, 1024),
     (ClusterTile(72, 4, 1, 8, short=True, ahead=True), 64, 296, 1680),
 ]
 MORE_TILES = [
@@ -55,6 +55,7 @@ MORE_TILES = [
     (ClusterTile(144, 4, 1, 6), 130, 600, 1664),
     (ClusterTile(144, 1, 2, 5, ahead=True), 300, 296, 400),
     (ClusterTile(160, 8, 1, 6), 90, 640, 1168),
+    (ClusterTile(144, 4, 1, 6, short=True, fours=True), 60, 320, 1296),
     (ClusterTile(160, 2, 2, 6), 129, 336, 640),
     (ClusterTile(136, 2, 1, 2, short=True), 70, 272, 640),
 ]

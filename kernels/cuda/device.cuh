@@ -117,6 +117,13 @@ __device__ __forceinline__ void push(uint32_t to, float a, float b, uint32_t bar
       : "memory");
 }
 
+__device__ __forceinline__ void push(uint32_t to, float a, float b, float c, float d,
+                                     uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::
+          "r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, int inner, int outer,
                                      uint32_t barrier) {
   asm volatile(

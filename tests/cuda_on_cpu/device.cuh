@@ -179,6 +179,12 @@ inline void push(uint32_t to, float a, float b, uint32_t barrier) {
   });
 }
 
+inline void push(uint32_t to, float a, float b, float c, float d, uint32_t barrier) {
+  if (to % 16) std::abort();
+  push(to, a, b, barrier);
+  push(to + 8, c, d, barrier);
+}
+
 // The tensor map that `encoder` makes here, in the place of CUDA's.
 struct Map {
   uint8_t* data;
