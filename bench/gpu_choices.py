@@ -6,7 +6,6 @@ in one process.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,29 +16,20 @@ import torch
 from gpu_block import Block, copied_rows, weighted_sum
 from gpu_latents import rope_append, turned_and_written
 from gpu_timing import Call, Candidate, Measured, pick
+from gpu_variants import ABSORB_VARIANTS, dense_candidates, having, own
 from torch import Tensor
 
-from pdmesh.kernels import cublaslt_backend, deep_gemm_backend
+from pdmesh.kernels import deep_gemm_backend
 from pdmesh.kernels import quantised as ref
 from pdmesh.kernels import rope_append as definition
 from pdmesh.kernels.gate import GateRule, choose_experts
-from pdmesh.kernels.gemm_config import untimed
-from pdmesh.kernels.quantised import BlockWeight, Rows
+from pdmesh.kernels.quantised import Rows
 
 RULE = GateRule("noaux_tc", 256, 8, 8, 4, True, 2.5)
 PRODUCT, SMALL, LOOSE, WEIGHTED = 5e-3, 5e-3, 3e-2, 6e-2
 """Largest relative errors: FP8 products beside float32 ones of the same operands, bfloat16 results,
 results that are quantised again (a value on an edge goes to either neighbour), and attention whose
 queries and weights are quantised on the way."""
-
-
-UNTIMED_TILES = 3
-"""Of `gemm_config.untimed`."""
-ABSORB_VARIANTS = {
-    "CUDA, early": {"early": True},
-    "CUDA, whole": {"whole": True},
-    "CUDA, whole, early": {"whole": True, "early": True},
-}
 
 
 @dataclass(frozen=True)
@@ -66,15 +56,6 @@ class Step:
         )
 
 
-def own(module: str, name: str, label: str | None = None, wrap: Any = None) -> list[Candidate]:
-    """This project's kernel as a candidate, if it is there."""
-    try:
-        function = getattr(importlib.import_module(f"pdmesh.kernels.{module}"), name)
-    except (ImportError, AttributeError):
-        return []
-    return [Candidate(label or module, wrap(function) if wrap else function, own=True)]
-
-
 def gate(normed: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
     logits = normed.float() @ weights.gate.t()
     return choose_experts(logits, weights.gate_bias, RULE)
@@ -93,9 +74,11 @@ def _values(run: Any, **options: Any) -> Callable[..., Any]:
     return lambda latent, w: run(latent, w.value, **options)
 
 
-def _gate_by(weight: str) -> Callable[[Any], Any]:
+def _gate_by(weight: str, **options: Any) -> Callable[[Any], Any]:
     """This project's gate on the weights of that name; it counts the choices besides."""
-    return lambda run: lambda normed, w: run(normed, getattr(w, weight), w.gate_bias, RULE)[:2]
+    return lambda run: (
+        lambda normed, w: run(normed, getattr(w, weight), w.gate_bias, RULE, **options)[:2]
+    )
 
 
 def _sum_by(run: Any) -> Callable[..., Tensor]:
@@ -113,41 +96,6 @@ def _defined(result: Any, call: Call) -> Any:
     if isinstance(result, Rows):
         return Rows(result.values[:experts, :count], result.scales[:experts, :count])
     return result[:experts, :count]
-
-
-def _dense() -> list[Candidate]:
-    found = [
-        Candidate("DeepGEMM", deep_gemm_backend.fp8_gemm),
-        Candidate("cuBLASLt", cublaslt_backend.fp8_gemm),
-    ]
-    found += own("triton.splitk_gemm", "fp8_gemm", "split-K")
-    found += own("cuda_gemm", "fp8_gemm", "cluster")
-    # As dependents: they ask for their weights before the kernel ahead is done.
-    found += own("cuda_gemm", "fp8_gemm", "cluster, dependent", _with(dependent=True))
-    for place in range(UNTIMED_TILES):
-        found += own("cuda_gemm", "fp8_gemm", f"cluster, untimed {place}", _untimed_tile(place))
-    return found
-
-
-def _with(**options: Any) -> Callable[[Any], Any]:
-    return lambda run: partial(run, **options)
-
-
-def _untimed_tile(place: int) -> Callable[[Any], Any]:
-    """The product by one of the tiles that no table has yet."""
-
-    def of(run: Any) -> Callable[..., Tensor]:
-        def product(x: Rows, weight: BlockWeight) -> Tensor:
-            (m, k), n = x.values.shape, weight.values.shape[0]
-            tiles = untimed(m, n, k)
-            if place >= len(tiles):
-                raise ValueError("no such tile of this shape")
-            result: Tensor = run(x, weight, tile=tiles[place], dependent=True)
-            return result
-
-        return product
-
-    return of
 
 
 def _masked_silu(gate_up: Tensor, counts: Tensor) -> Rows:
@@ -184,6 +132,7 @@ def _packed_attention() -> Step:
         lib.attention_reference,
         [
             *own("hopper_mla", "mla_decode", "CUDA, one scale"),
+            *own("hopper_mla", "mla_decode", "CUDA, between", having(between=True)),
             *own("triton.mla_decode", "mla_decode", "Triton, 656 bytes"),
         ],
         WEIGHTED,
@@ -202,7 +151,7 @@ def _all_steps() -> dict[str, Step]:
         LOOSE,
         changes=(1,),
     )
-    dense = Step(ref.fp8_gemm, _dense(), PRODUCT)
+    dense = Step(ref.fp8_gemm, dense_candidates(), PRODUCT)
     act = Step(
         _act,
         [Candidate("torch", _act), *own("triton.quantise", "silu_mul_quantise", "silu")],
@@ -289,6 +238,13 @@ def _all_steps() -> dict[str, Step]:
                 Candidate("torch bf16", gate_bf16),
                 *own("triton.gate", "gate_topk", "gate f32", _gate_by("gate")),
                 *own("triton.gate", "gate_topk", "gate bf16", _gate_by("gate_bf16")),
+                *own("cuda_gate", "gate_topk", "gate bf16, clusters", _gate_by("gate_bf16")),
+                *own(
+                    "cuda_gate",
+                    "gate_topk",
+                    "gate bf16, clusters, dependent",
+                    _gate_by("gate_bf16", dependent=True),
+                ),
             ],
             1e-2,
             look=_sorted_weights,

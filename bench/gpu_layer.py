@@ -172,17 +172,19 @@ def whole_layer(blocks: Sequence[Block], clocks: Clocks) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def library_settings(dependent: bool) -> Iterator[None]:
-    """DeepGEMM with programmatic dependent launch, if it is there."""
-    try:
-        import deep_gemm
-    except ImportError:
+    """With programmatic dependent launch: DeepGEMM's, and of what norms and rotation let begin."""
+    with contextlib.ExitStack() as stack:
+        if dependent:
+            with contextlib.suppress(ImportError):
+                from pdmesh.kernels.triton.launch import next_may_begin
+
+                stack.enter_context(next_may_begin())
+            with contextlib.suppress(ImportError):
+                import deep_gemm
+
+                deep_gemm.set_pdl(True)
+                stack.callback(deep_gemm.set_pdl, False)
         yield
-        return
-    deep_gemm.set_pdl(dependent)
-    try:
-        yield
-    finally:
-        deep_gemm.set_pdl(False)
 
 
 def measure(

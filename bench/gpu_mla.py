@@ -139,6 +139,11 @@ class Case:
                 shared,
                 lambda: self.split(hopper_mla, shared, shared_scale=True),
             ),
+            "CUDA-656-one-between": (
+                absent,
+                shared,
+                lambda: self.split(hopper_mla, shared, shared_scale=True, between=True),
+            ),
         }
 
     def errors(self, got: Tensor, pool: Tensor) -> list[float]:

@@ -25,8 +25,9 @@ sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 import bounds  # noqa: E402 - the path is set above
 import torch  # noqa: E402
 from gpu_block import EPS, SCALE, Rank, State, Weights, random_weight  # noqa: E402
-from gpu_choices import Step, own, steps  # noqa: E402
+from gpu_choices import Step, steps  # noqa: E402
 from gpu_timing import Candidate, Clocks, pick, timed  # noqa: E402
+from gpu_variants import own  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from pdmesh.kernels import deep_gemm_backend, quantised  # noqa: E402

@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from gpu_small_cases import DEVICE, HIDDEN, Case, distance, normal, poisoned
+from torch import Tensor
 
-from pdmesh.kernels import routing
+from pdmesh.kernels import cuda_gate, routing
 from pdmesh.kernels import sampling as sampling_definition
 from pdmesh.kernels.gate import GateRule
 from pdmesh.kernels.triton import gate, permute, place, project, quantise, sampling
 
 EXPERTS, TOP = 256, 8
 V3 = GateRule("noaux_tc", EXPERTS, TOP, 8, 4, True, 2.5)
+
+
+def gate_error(got: routing.Routing, summed: Tensor, data: Any) -> float:
+    """Of logits and weights; infinite if other experts are chosen than for the logits summed up."""
+    x, weight, bias, *_ = data
+    logits = x.double() @ weight.double().t()
+    want = torch.sigmoid(logits).gather(1, got.ids.long())
+    want = want / want.sum(dim=1, keepdim=True) * V3.scale
+    places = routing.place_choices(got.ids, EXPERTS)
+    same = all(torch.equal(a, b) for a, b in zip(got[2:], places, strict=True))
+    chosen, _ = routing.choose_experts(summed, bias, V3)
+    agree = float((chosen == got.ids).all(dim=1).float().mean())
+    errors = (distance(summed, logits), distance(got.weights, want))
+    return max(errors) if same and agree > 0.999 else float("inf")
+
+
+def cluster_gate_case(m: int) -> Case:
+    """The gate in CUDA C++, `dependent` or not."""
+    plain = gate_case(m, False)
+
+    def make(seed: int) -> tuple[Any, ...]:
+        return (*plain.make(seed)[:4], cuda_gate.workspace(m, DEVICE))
+
+    def run(data: Any, **more: Any) -> Any:
+        return cuda_gate.gate_topk(*data[:3], V3, out=data[3], work=data[4], **more)
+
+    def error(data: Any) -> float:
+        found = []
+        for dependent in (False, True, True):
+            for tensor in (data[4], data[3].weights):
+                tensor.fill_(torch.nan)
+            for tensor in data[3][2:]:
+                tensor.fill_(-7)
+            got = run(data, dependent=dependent)
+            found.append(gate_error(got, data[4], data))
+        return max(found)
+
+    return replace(plain, name=f"gate_cuda bf16 {m}", make=make, run=run, error=error)
 
 
 def gate_case(m: int, wide: bool) -> Case:
@@ -36,21 +76,11 @@ def gate_case(m: int, wide: bool) -> Case:
         return None
 
     def error(data: Any) -> float:
-        x, weight, bias, *_ = data
         got = run(data)
-        logits = x.double() @ weight.double().t()
         summed = torch.zeros_like(data[4][0])
         for part in data[4]:
             summed += part
-        want = torch.sigmoid(logits).gather(1, got.ids.long())
-        want = want / want.sum(dim=1, keepdim=True) * V3.scale
-        places = routing.place_choices(got.ids, EXPERTS)
-        same = all(torch.equal(a, b) for a, b in zip(got[2:], places, strict=True))
-        # The choice is the definition's for the logits that the kernel summed up.
-        chosen, _ = routing.choose_experts(summed, bias, V3)
-        agree = float((chosen == got.ids).all(dim=1).float().mean())
-        errors = (distance(summed, logits), distance(got.weights, want))
-        return max(errors) if same and agree > 0.999 else float("inf")
+        return gate_error(got, summed, data)
 
     return Case(
         f"gate {'f32' if wide else 'bf16'} {m}",
@@ -190,6 +220,7 @@ def sample_case(m: int, kind: str, vocab: int = 129280) -> Case:
 
 CASES = (
     *(gate_case(m, wide) for m in (1, 16, 64, 128, 256, 512, 4096) for wide in (False, True)),
+    *(cluster_gate_case(m) for m in (1, 16, 64, 128, 256, 512)),
     *(stage_case(256, stage) for stage in ("project", "choose", "place")),
     *(permute_case(m, contiguous) for m in (128, 256) for contiguous in (False, True)),
     permute_case(4096, True),
@@ -220,6 +251,8 @@ def tunings(case: Case) -> list[dict[str, Any]]:
         return [{}, {"chained": 1}, {"chained": 2}, *tiles]
     if name == "gate_project":
         return [{}]
+    if name == "gate_cuda":
+        return [{}, {"dependent": True}]
     if name == "gate_choose":
         return [{}, {"rows_a_program": 2}, {"rows_a_program": 4}]
     if name == "masked_silu_mul":

@@ -45,6 +45,7 @@ class ClusterTile(NamedTuple):
         short: tiles of 64 rows, whose steps the two warpgroups share: a split of 2 or 4, no pair,
             an even number of stages.
         ahead: the L2 cache is asked for all weights at the start.
+        fours: sums go to where they are added four at a time, not two; block_n in 16s.
     """
 
     block_n: int
@@ -53,6 +54,7 @@ class ClusterTile(NamedTuple):
     stages: int = 4
     short: bool = False
     ahead: bool = False
+    fours: bool = False
 
 
 SPLITS: dict[tuple[int, int], dict[int, SplitConfig]] = {
@@ -135,11 +137,13 @@ UNTIMED: dict[tuple[int, int], dict[int, tuple[ClusterTile, ...]]] = {
             ClusterTile(72, 4, 1, 7, ahead=True),
             ClusterTile(160, 8, 1, 6),
             ClusterTile(160, 8, 1, 6, ahead=True),
+            ClusterTile(160, 8, 1, 6, ahead=True, fours=True),
         ),
         256: (
             ClusterTile(144, 4, 1, 6),
             ClusterTile(160, 4, 2, 6),
             ClusterTile(160, 4, 2, 6, ahead=True),
+            ClusterTile(160, 4, 2, 6, ahead=True, fours=True),
         ),
     },
     (4096, 7168): {

@@ -43,23 +43,28 @@ def compiler() -> str | None:
     return str(beside) if beside.exists() else shutil.which("nvcc")
 
 
-def library_path() -> Path:
+def flags(between: bool) -> tuple[str, ...]:
+    """nvcc's, `between` as `mla_decode` takes it."""
+    return (*FLAGS, f"-DBETWEEN={int(between)}")
+
+
+def library_path(between: bool = False) -> Path:
     """Where the compiled kernel of this source belongs."""
     folder = os.environ.get("PDMESH_KERNEL_CACHE")
     base = Path(folder) if folder else Path.home() / ".cache" / "pdmesh" / "kernels"
     sources = sorted(SOURCE.parent.glob("*.cu*"))
-    parts = [path.read_bytes() for path in sources] + [" ".join(FLAGS).encode()]
+    parts = [path.read_bytes() for path in sources] + [" ".join(flags(between)).encode()]
     mark = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
     return base / f"mla_decode_fp8-{mark}.so"
 
 
-def build() -> Path:
+def build(between: bool = False) -> Path:
     """Compiles the kernel unless that has been done.
 
     Raises:
         RuntimeError: there is no nvcc, or it fails; with what it printed.
     """
-    path = library_path()
+    path = library_path(between)
     if path.exists():
         return path
     nvcc = compiler()
@@ -68,7 +73,7 @@ def build() -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        command = [nvcc, *FLAGS, "-o", str(made), str(SOURCE)]
+        command = [nvcc, *flags(between), "-o", str(made), str(SOURCE)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"nvcc failed on {SOURCE.name}: {done.stderr[-2000:]}")
@@ -77,8 +82,8 @@ def build() -> Path:
 
 
 @cache
-def _entry() -> ctypes._NamedFuncPointer:
-    function = ctypes.CDLL(str(build())).pdmesh_mla_decode_fp8
+def _entry(between: bool) -> ctypes._NamedFuncPointer:
+    function = ctypes.CDLL(str(build(between))).pdmesh_mla_decode_fp8
     pointer, whole = ctypes.c_void_p, ctypes.c_int
     function.argtypes = [
         *(pointer,) * 5,
@@ -136,6 +141,7 @@ def mla_decode(
     scale: float,
     *,
     shared_scale: bool = True,
+    between: bool = False,
     split: int | None = None,
     max_length: int | None = None,
     out: Tensor | None = None,
@@ -146,6 +152,8 @@ def mla_decode(
     Args:
         shared_scale: the four scales of every latent are the same (`pack_latents`), and only the
             first is read: faster. Without it all four are.
+        between: with a shared scale, products of the next page are issued one by one between the
+            steps of the softmax, not at once before it. Not run on a device yet.
         split: tokens a split, a multiple of 128; results depend on it. Default: `split_tokens`.
         max_length: a bound of `lengths`; default: what the page table can hold.
         out: [m, heads, 512] bfloat16.
@@ -175,7 +183,7 @@ def mla_decode(
             workspace = query.new_empty(size, dtype=torch.float32)
         partial, sums = workspace, workspace[splits * m * heads * RANK : size]
     page_rows = pages.stride(0) // LATENT_BYTES
-    code = _entry()(
+    code = _entry(between)(
         query.data_ptr(),
         out.data_ptr(),
         partial.data_ptr(),

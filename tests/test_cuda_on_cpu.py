@@ -5,7 +5,8 @@ import pytest
 import torch
 from cuda_on_cpu import late
 
-from pdmesh.kernels import cuda_absorbed, cuda_gemm
+from pdmesh.kernels import cuda_absorbed, cuda_gate, cuda_gemm, routing
+from pdmesh.kernels.gate import GateRule, choose_experts
 from pdmesh.kernels.gemm_config import ClusterTile
 from pdmesh.kernels.quantised import BlockWeight, Rows, dequantise_rows, new_scales
 
@@ -45,17 +46,27 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 TILES = [
     (ClusterTile(72, 2, 2, 3), 200, 304, 1104),
+    (ClusterTile(160, 4, 2, 6, ahead=True, fours=True), 250, 648, 1024),
+    (ClusterTile(72, 4, 1, 8, short=True, ahead=True), 64, 296, 1680),
+]
+MORE_TILES = [
     (ClusterTile(136, 4, 1, 2), 100, 400, 1104),
     (ClusterTile(128, 1, 2, 3), 150, 520, 400),
     (ClusterTile(144, 4, 1, 6), 130, 600, 1664),
-    (ClusterTile(160, 4, 2, 6, ahead=True), 250, 648, 1024),
+    (ClusterTile(144, 1, 2, 5, ahead=True), 300, 296, 400),
     (ClusterTile(160, 8, 1, 6), 90, 640, 1168),
-    (ClusterTile(72, 4, 1, 8, short=True, ahead=True), 64, 296, 1680),
+    (ClusterTile(144, 4, 1, 6, short=True, fours=True), 60, 320, 1296),
+    (ClusterTile(160, 2, 2, 6), 129, 336, 640),
     (ClusterTile(136, 2, 1, 2, short=True), 70, 272, 640),
 ]
+"""Each is compiled for itself, which takes most of the time."""
 
 
-@pytest.mark.parametrize(("tile", "m", "n", "k"), TILES, ids=str)
+@pytest.mark.parametrize(
+    ("tile", "m", "n", "k"),
+    [*TILES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE_TILES)],
+    ids=str,
+)
 def test_a_product_in_clusters_is_that_of_float64(on_cpu, tile, m, n, k):
     draw = torch.Generator().manual_seed(m)
     x, w = rows(draw, m, k), weight(draw, n, k)
@@ -96,3 +107,31 @@ def test_absorbed_products_are_those_of_float64(
     assert error(query[..., 512:], exact[..., 512:]) < 3e-3
     values = cuda_absorbed.project_values_quantise(latent, down, whole=whole)
     assert error(dequantise_rows(values), seen.flatten(1)) < 4e-2
+
+
+V3 = GateRule("noaux_tc", 256, 8, 8, 4, True, 2.5)
+
+
+@pytest.mark.parametrize(("m", "hidden", "used"), [(70, 1544, 67), (5, 72, None), (300, 64, None)])
+def test_the_gate_chooses_and_counts_as_its_definition(on_cpu, m, hidden, used):
+    draw = torch.Generator().manual_seed(m)
+    x = torch.randn(m, hidden, generator=draw).bfloat16()
+    w = (torch.randn(256, hidden, generator=draw) / hidden**0.5).bfloat16()
+    bias = torch.randn(256, generator=draw) / 10
+    x[0], bias[3] = 0, bias[7]
+    if m > 10:
+        x[1, 5] = torch.nan
+        x[2] = torch.inf
+    exact, work = x.double() @ w.double().t(), cuda_gate.workspace(m, "cpu").fill_(torch.nan)
+    num_rows = None if used is None else torch.tensor(used, dtype=torch.int32)
+    cuda_gate._launcher()
+    late(on_cpu[0], x)
+    got = cuda_gate.gate_topk(x, w, bias, V3, num_rows, work=work)
+    torch.testing.assert_close(work.double(), exact, rtol=1e-5, atol=1e-5, equal_nan=True)
+    ids, weights = choose_experts(work, bias, V3)
+    count = used or m
+    ids[count:], weights[count:] = -1, 0
+    assert torch.equal(got.ids, ids.int())
+    torch.testing.assert_close(got.weights, weights, rtol=1e-5, atol=1e-6, equal_nan=True)
+    for mine, theirs in zip(got[2:], routing.place_choices(ids, 256), strict=True):
+        assert torch.equal(mine, theirs)

@@ -1,5 +1,7 @@
 """Latent attention at real shapes on a GPU, every backend that is there, against float64."""
 
+import functools
+
 import pytest
 import torch
 
@@ -104,11 +106,14 @@ def test_a_row_does_not_depend_on_its_neighbours():
             assert torch.equal(alone, whole[2 * i : 2 * i + 2])
 
 
-@pytest.fixture(params=[False, True], ids=["four scales", "one scale"])
-def shared(request):
+@pytest.fixture(params=["four scales", "one scale", "one scale, between"])
+def shared(request, monkeypatch):
     if why := hopper_mla.unavailable():
         pytest.skip(why)
-    return request.param
+    if "between" in request.param:
+        between = functools.partial(hopper_mla.mla_decode, between=True)
+        monkeypatch.setattr(hopper_mla, "mla_decode", between)
+    return "one" in request.param
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
@@ -172,13 +177,14 @@ def test_prefill_of_ragged_chunks_behind_a_prefix(library):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("name", ["triton", "cuda"])
+@pytest.mark.parametrize("name", ["triton", "cuda", "cuda early", "cuda whole early"])
 def test_flash_mla_reads_the_query_that_the_kernel_before_it_writes(name, rows):
     """In a graph, where kernels follow each other closest; the query's memory is NaN before."""
     if why := flash_mla_backend.unavailable():
         pytest.skip(why)
-    module = cuda_absorbed if name == "cuda" else absorbed
-    if name == "cuda" and (why := cuda_absorbed.unavailable()):
+    module = absorbed if name == "triton" else cuda_absorbed
+    options = dict.fromkeys(name.split()[1:], True)
+    if name != "triton" and (why := cuda_absorbed.unavailable()):
         pytest.skip(why)
     lengths = [777] * 64
     _, pages, table, sizes = batch(lengths, 128, rows, poison=False)
@@ -192,7 +198,8 @@ def test_flash_mla_reads_the_query_that_the_kernel_before_it_writes(name, rows):
     plan = flash_mla_backend.Plan(sizes, rows, 128)
 
     def query():
-        module.absorb_query(whole[..., :128], weight, whole[..., 128:], 1.0, out=memory)
+        given = (whole[..., :128], weight, whole[..., 128:], 1.0)
+        module.absorb_query(*given, out=memory, **options)
 
     def both():
         memory.fill_(float("nan"))

@@ -183,10 +183,12 @@ def test_the_fp8_kernel_is_split_in_whole_steps():
 
 @pytest.mark.full
 @pytest.mark.skipif(hopper_mla.compiler() is None, reason="needs nvcc")
-def test_the_fp8_kernel_compiles_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize("between", [False, True])
+def test_the_fp8_kernel_compiles_once(tmp_path, monkeypatch, between):
     monkeypatch.setenv("PDMESH_KERNEL_CACHE", str(tmp_path))
-    path = hopper_mla.build()
+    path = hopper_mla.build(between)
+    assert path != hopper_mla.library_path(not between)
     made = path.stat().st_mtime_ns
-    assert hopper_mla.build() == path
+    assert hopper_mla.build(between) == path
     assert path.stat().st_mtime_ns == made
     assert [p.name for p in tmp_path.iterdir()] == [path.name]

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from pdmesh.kernels.triton import launch  # noqa: E402
 from pdmesh.kernels.triton.ahead import SHARED_LIMIT  # noqa: E402
 from pdmesh.kernels.triton.catalogue import ENTRIES  # noqa: E402
 from pdmesh.kernels.triton.catalogue_exchange import PUTS  # noqa: E402
@@ -103,3 +104,13 @@ def test_a_module_without_the_librarys_state_or_code_is_refused(ptx, said):
 
     with pytest.raises(ValueError, match=said):
         ahead._linked("put", ptx)
+
+
+def test_what_comes_next_begins_early_only_where_that_was_asked_for():
+    assert not launch.lets_next_begin()
+    with launch.next_may_begin():
+        assert launch.lets_next_begin()
+        with launch.next_may_begin():
+            pass
+        assert launch.lets_next_begin()
+    assert not launch.lets_next_begin()

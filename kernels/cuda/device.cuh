@@ -98,6 +98,16 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Into shared memory of the cluster; seen by all after `cluster_publish`.
+__device__ __forceinline__ void store_at(uint32_t to, uint32_t word) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
+
+__device__ __forceinline__ void cluster_publish() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
 // Two floats into shared memory of the cluster, counted by a barrier beside them.
 __device__ __forceinline__ void push(uint32_t to, float a, float b, uint32_t barrier) {
   asm volatile(
@@ -105,6 +115,13 @@ __device__ __forceinline__ void push(uint32_t to, float a, float b, uint32_t bar
           to),
       "f"(a), "f"(b), "r"(barrier)
       : "memory");
+}
+
+__device__ __forceinline__ void push(uint32_t to, float a, float b, float c, float d,
+                                     uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::
+          "r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, int inner, int outer,

@@ -8,8 +8,9 @@
 // A thread block: warps 0-3 and 4-7 multiply 64 rows each, warp 8 keeps the copy engine busy. With
 // SHORT there are 64 rows in all, and the two take turns at the steps: each sums half of the part.
 // With AHEAD the L2 cache is asked for all of the part's weights before the kernel ahead has ended.
+// With FOURS sums are pushed four at a time: in 16 columns a thread's stand beside each other.
 //
-// Compiled with BLOCK_N, SPLIT, PAIR, STAGES, SHORT and AHEAD defined, after common.cuh and
+// Compiled with BLOCK_N, SPLIT, PAIR, STAGES, SHORT, AHEAD and FOURS defined, after common.cuh and
 // `multiply`, one wgmma of that width.
 
 constexpr int BLOCK_M = SHORT ? 64 : 128;
@@ -42,6 +43,7 @@ static_assert(BLOCK_N <= 128 + (BLOCK_N & -BLOCK_N), "a tile lies in two blocks 
 static_assert(SHARED_BYTES <= 227 * 1024 && CLUSTER <= 8, "what a multiprocessor has");
 static_assert(!OVER || OUT_BYTES <= STAGES_BYTES, "sums in the place of steps");
 static_assert(!SHORT || (SPLIT > 1 && SPLIT <= 4 && PAIR == 1), "16 rows of a warp, one adder");
+static_assert(!FOURS || (SPLIT > 1 && BLOCK_N % 16 == 0), "pairs of eight columns");
 static_assert(!SHORT || STAGES % 2 == 0, "a warpgroup sees all that passes its stages");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -200,10 +202,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const int to = (row - lane / 4) / PART_ROWS, rank_to = to * PAIR + member;
       const uint32_t barrier = of_rank(summed, rank_to);
       const int share = part * TURNS + (SHORT ? half : 0);
-      const int at = (share * PART_ROWS + row - to * PART_ROWS) * SUM_PITCH + lane % 4 * 2;
+      const int at = (share * PART_ROWS + row - to * PART_ROWS) * SUM_PITCH + lane % 4 * (FOURS ? 4 : 2);
       const uint32_t upper = of_rank(base + OUT_AT + at * 4, rank_to);
 #pragma unroll
-      for (int j = 0; j < BLOCK_N / 8; ++j) {
+      for (int j = 0; FOURS && j < BLOCK_N / 8; j += 2) {
+        const float* const two = sums + 4 * j;
+        push(upper + j * 32, two[0], two[1], two[4], two[5], barrier);
+        push(upper + j * 32 + 8 * SUM_PITCH * 4, two[2], two[3], two[6], two[7], barrier);
+      }
+#pragma unroll
+      for (int j = 0; !FOURS && j < BLOCK_N / 8; ++j) {
         push(upper + j * 32, sums[4 * j], sums[4 * j + 1], barrier);
         push(upper + j * 32 + 8 * SUM_PITCH * 4, sums[4 * j + 2], sums[4 * j + 3], barrier);
       }
@@ -215,8 +223,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         float total[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int p = 0; p < SHARES; ++p) {
-          const float4 v = *reinterpret_cast<const float4*>(
-              shares + (p * PART_ROWS + inside) * SUM_PITCH + c);
+          const float* const at = shares + (p * PART_ROWS + inside) * SUM_PITCH;
+          float4 v;
+          if constexpr (FOURS) {
+            const float* const two = at + c / 16 * 16 + c % 8 * 2 + c % 16 / 8 * 2;
+            v = make_float4(two[0], two[1], two[4], two[5]);
+          } else {
+            v = *reinterpret_cast<const float4*>(at + c);
+          }
           total[0] += v.x, total[1] += v.y, total[2] += v.z, total[3] += v.w;
         }
         if (r < m && column0 + c < n)

@@ -36,17 +36,24 @@ ENTRIES = (
             "norm",
             "rms_norm_kernel",
             _NORM,
-            {"ADD": add, "KEEP": keep, "GROUPS": groups},
+            {"ADD": add, "KEEP": keep, "GROUPS": groups, "NEXT": later},
             {"num_warps": groups // 8},
         )
-        for add, keep, groups in ((True, True, 64), (False, False, 16))
+        for add, keep, groups, later in ((True, True, 64, True), (False, False, 16, False))
     ),
     *(
         Entry(
             "rope_append",
             "rope_append_kernel",
             _ROPE.format("*fp8e4nv! *fp32!" if packed else "*bf16! *bf16!"),
-            {"RANK": 512, "ROPE": 64, "HEADS": 32, "INTERLEAVE": interleave, "PACKED": packed},
+            {
+                "RANK": 512,
+                "ROPE": 64,
+                "HEADS": 32,
+                "INTERLEAVE": interleave,
+                "PACKED": packed,
+                "NEXT": packed,
+            },
             {"enable_fp_fusion": False},
         )
         for interleave, packed in ((True, False), (True, True), (False, True))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 
 import torch
 import triton
 from torch import Tensor
+
+_next_may_begin = False
 
 CPU_PROGRAMS = 4
 """Programs of a persistent kernel in the interpreter, where there is no processor count."""
@@ -28,6 +32,26 @@ def _multiprocessors(index: int) -> int:
 def multiprocessors(x: Tensor) -> int:
     """Multiprocessors of the device that `x` is on."""
     return _multiprocessors(x.device.index) if x.is_cuda else CPU_PROGRAMS
+
+
+@contextlib.contextmanager
+def next_may_begin() -> Iterator[None]:
+    """Norms and `rope_append` launched in here let a dependent behind them begin at once.
+
+    It may ask for what they do not write, its weights, and has to wait before it reads the rest
+    (programmatic dependent launch). Only for a kernel that does: FlashMLA's decode does not.
+    """
+    global _next_may_begin
+    before, _next_may_begin = _next_may_begin, True
+    try:
+        yield
+    finally:
+        _next_may_begin = before
+
+
+def lets_next_begin() -> bool:
+    """Whether what is launched now is in `next_may_begin`."""
+    return _next_may_begin
 
 
 def power_of_two(n: int) -> int:

@@ -9,10 +9,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from pdmesh.kernels.fp8 import BLOCK
 from pdmesh.kernels.quantised import Rows
-from pdmesh.kernels.triton.launch import multiprocessors, power_of_two, rows_of
+from pdmesh.kernels.triton.launch import (
+    lets_next_begin,
+    multiprocessors,
+    power_of_two,
+    rows_of,
+)
 from pdmesh.kernels.triton.quantise import _rows, quantised_groups
 
 MAX_WIDTH = 16384
@@ -35,7 +41,10 @@ def rms_norm_kernel(
     ADD: tl.constexpr,
     KEEP: tl.constexpr,
     GROUPS: tl.constexpr,
+    NEXT: tl.constexpr,
 ):
+    if NEXT:
+        gdc_launch_dependents()
     # A program that has several rows keeps the weight for all of them.
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -144,6 +153,7 @@ def _norm(
         ADD=residual is not None,
         KEEP=with_normed,
         GROUPS=groups,
+        NEXT=lets_next_begin(),
         num_warps=num_warps or min(16, max(1, groups // 8)),
     )
     return out, normed_out

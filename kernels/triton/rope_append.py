@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from pdmesh.kernels.quantised import LATENT_BYTES
 from pdmesh.kernels.rope_append import LATENT_NORM_EPS
-from pdmesh.kernels.triton.launch import power_of_two
+from pdmesh.kernels.triton.launch import lets_next_begin, power_of_two
 
 HEADS = 32
 """Heads that one program rotates."""
@@ -77,7 +78,10 @@ def rope_append_kernel(
     HEADS: tl.constexpr,
     INTERLEAVE: tl.constexpr,
     PACKED: tl.constexpr,
+    NEXT: tl.constexpr,
 ):
+    if NEXT:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     position = tl.load(positions + row).to(tl.int64)
@@ -167,6 +171,7 @@ def rope_append(
         HEADS=block,
         INTERLEAVE=interleave,
         PACKED=packed,
+        NEXT=lets_next_begin(),
         num_warps=4,
         # The definition rounds every product by itself.
         enable_fp_fusion=False,

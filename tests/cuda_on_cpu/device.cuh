@@ -59,6 +59,12 @@ T __shfl_sync(unsigned, T value, int from) {
   return shuffled(value, from);
 }
 
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int step) {
+  const int lane = threadIdx.x % 32;
+  return shuffled(value, lane >= step ? lane - step : lane);
+}
+
 template <typename T, typename Merge>
 T reduced(T value, const Merge& merge) {
   for (int mask = 16; mask; mask /= 2) value = merge(value, __shfl_xor_sync(~0u, value, mask));
@@ -142,6 +148,13 @@ inline void cluster_wait() {
   cpu::until([&] { return cpu::cluster_generation != mine; });
 }
 
+inline void cluster_publish() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+inline void store_at(uint32_t to, uint32_t word) { memcpy(cpu::shared_at(cpu::block_of(to), to), &word, 4); }
+
 inline void barrier_init(uint32_t barrier, int arrivals) {
   cpu::me->block->barriers[barrier] = {arrivals, arrivals, 0, 0};
 }
@@ -164,6 +177,12 @@ inline void push(uint32_t to, float a, float b, uint32_t barrier) {
     memcpy(cpu::shared_at(*block, to), two, 8);
     cpu::moved(*block, barrier, 8);
   });
+}
+
+inline void push(uint32_t to, float a, float b, float c, float d, uint32_t barrier) {
+  if (to % 16) std::abort();
+  push(to, a, b, barrier);
+  push(to + 8, c, d, barrier);
 }
 
 // The tensor map that `encoder` makes here, in the place of CUDA's.
