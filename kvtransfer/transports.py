@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS, check_transports
 from pdmesh.kvtransfer.cuda_ipc import CudaIpcDialer, CudaIpcListener, device_memory
@@ -106,4 +108,32 @@ def make_page_transports(names: Sequence[str], store: LatentStore, host: str) ->
     return made
 
 
-__all__ = ["DEFAULT_TRANSPORTS", "make_dialers", "make_listeners", "make_page_transports"]
+def transport_report(device: str | None) -> str:
+    """How pages go between workers that compute on ``device`` (the best there is), in a line.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen == "cpu":
+        return "within this host over shm, to others over tcp"
+    try:
+        store = LatentStore(1, 1, 64, 576, torch.bfloat16, chosen)
+        device_memory(store).export(store)
+    except DeviceError as error:
+        return f"over tcp, through the CPU's memory: cuda_ipc cannot be used: {error}"
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"there is no {chosen}") from error
+    return (
+        "within this host over cuda_ipc where devices reach each other, else over tcp; cached"
+        " pages are pulled over tcp"
+    )
+
+
+__all__ = [
+    "DEFAULT_TRANSPORTS",
+    "make_dialers",
+    "make_listeners",
+    "make_page_transports",
+    "transport_report",
+]

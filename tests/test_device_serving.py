@@ -139,6 +139,7 @@ def test_workers_share_a_device_evenly_and_take_the_pages_that_fit():
         ("model", {"device": "cuda", "arithmetic": "exact"}, "exact arithmetic"),
         ("model", {"latents": "fp8"}, "FP8 latents go with FP8 precision"),
         ("decode", {"virtual_ranks": 2}, "plain precision"),
+        ("mesh", {"transports": ("cuda_ipc",)}, "cuda_ipc is for pages on a CUDA device"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_before_anything_starts(
