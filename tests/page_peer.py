@@ -118,11 +118,11 @@ class Peer:
         weights = torch.arange(1, bits.shape[1] + 1, device=self.device)
         return (bits * weights).sum(1).tolist()
 
-    def timed(self, lease_id: str, to: list, pages: list[int]) -> float:
-        """Seconds of one transfer of whole pages, from opening to acknowledgement."""
+    def timed(self, lease_id: str, to: list, pages: list[int], how: str = "pages") -> float:
+        """Seconds of one transfer, from opening to acknowledgement."""
         self._synchronize()
         began = time.perf_counter()
-        assert self.send(lease_id, to, pages, 0, "pages") == "done"
+        assert self.send(lease_id, to, pages, 0, how) == "done"
         return time.perf_counter() - began
 
     def copied(self, pages: int) -> float:

@@ -25,6 +25,11 @@ from pdmesh.kvtransfer.device_memory import DeviceError
 ROOT = Path(__file__).resolve().parent.parent
 GPU = pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
 DEVICES = pytest.mark.parametrize("device", ["fake", pytest.param("cuda:0", marks=GPU)])
+DEVICES_FULL = pytest.mark.parametrize(
+    "device",
+    [pytest.param("fake", marks=pytest.mark.full), pytest.param("cuda:0", marks=GPU)],
+)
+"""Of what test_kvtransfer_cuda_ipc.py has in one process."""
 
 
 class Process:
@@ -86,7 +91,7 @@ def test_hand_offs_arrive_bit_for_bit(device):
             assert peer.ask("problems") == []
 
 
-@DEVICES
+@DEVICES_FULL
 def test_pages_that_are_still_computed_when_they_are_pushed_arrive_as_they_become(device):
     with peers(device, device) as (sender, receiver):
         sender.ask("fill", seed=4)
@@ -101,7 +106,7 @@ def test_pages_that_are_still_computed_when_they_are_pushed_arrive_as_they_becom
             assert receiver.ask("cancel", lease_id=lease) is True
 
 
-@DEVICES
+@DEVICES_FULL
 def test_an_aborted_hand_off_leaves_quarantine_when_the_sender_has_drained(device):
     with peers(device, device) as (sender, receiver):
         sender.ask("fill", seed=2)
@@ -142,7 +147,7 @@ def test_nothing_lands_after_the_end_of_a_sender_that_was_killed_in_its_copies(d
             assert receiver.ask("problems") == []
 
 
-@DEVICES
+@DEVICES_FULL
 def test_a_receiver_that_is_killed_costs_the_sender_that_connection_alone(device):
     with peers(device, device, device) as (sender, first, second):
         sender.ask("fill", seed=3)
