@@ -12,6 +12,7 @@ import torch
 from cuda_ipc_rig import FakeDevice, device_store
 from pull_rig import DEVICE, FORMAT, PATIENCE, SIZE, chain, contents, pair
 
+from pdmesh.kvtransfer.device_memory import DeviceError
 from pdmesh.kvtransfer.pull_cuda_ipc import CudaIpcPageReader, CudaIpcPageServer
 from pdmesh.kvtransfer.pull_reader import ReadOrder, ReadStopped, Stop
 from pdmesh.wire.errors import ConfigError, TransferFailed
@@ -109,12 +110,19 @@ def test_a_read_that_is_stopped_ends_after_the_copies_that_were_begun(lending, m
     assert not lending.target.tensor[3].any()
 
 
-def test_copies_begun_before_a_refused_one_are_waited_for(lending, monkeypatch):
-    monkeypatch.setattr("pdmesh.kvtransfer.pull_cuda_ipc._PAGES_AT_A_TIME", 1)
+def test_copies_begun_before_a_refused_one_are_waited_for(lending):
+    real = lending.mine.add
     lending.mine.held = True
+
+    def add(work):
+        real(work)
+        raise DeviceError("copy failed")
+
+    lending.mine.add = add
     thread, ended = lending.begin([2, 1], [1, 3])
     lending.mine.wait_queued(1)
-    lending.mine.fails.add("copy")
+    thread.join(0.1)
+    assert thread.is_alive(), "a copy may still touch the reader's pages"
     lending.mine.let_go()
     thread.join(PATIENCE)
     assert "copy failed" in str(ended[0])
