@@ -154,6 +154,7 @@ async def serve_decode(config: DecodeConfig) -> None:
             moved_in=worker.adoptions.moved_in,
             moved_out=worker.migrations.moved_out,
             pulled_pages=exchange.fetcher.pages,
+            transports=tuple(name for name, _ in receiver.addresses),
             ranks=rank_status(called),
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 from uuid import UUID
@@ -223,27 +223,30 @@ class CudaLane:
 
 
 class CudaMark:
-    """An event."""
+    """An event. It is destroyed once somebody has waited for it."""
 
     def __init__(self, memory: CudaMemory, event: c_void_p) -> None:
         self._memory = memory
-        self._event = event
+        self._event: c_void_p | None = event
 
     @property
     def done(self) -> bool:
+        if self._event is None:
+            return True
         self._memory.enter()
         return self._memory.driver("cuEventQuery", self._event, also=NOT_READY) != NOT_READY
 
     def wait(self) -> None:
-        self._memory.enter()
-        self._memory.driver("cuEventSynchronize", self._event)
+        if self._event is not None:
+            self._memory.enter()
+            self._memory.driver("cuEventSynchronize", self._event)
+            event, self._event = self._event, None
+            self._memory.driver("cuEventDestroy_v2", event)
 
     def __del__(self) -> None:
-        try:
-            self._memory.enter()
-            self._memory.driver("cuEventDestroy_v2", self._event)
-        except DeviceError:  # with its context
-            return
+        if self._event is not None:  # on any thread: its context is left as it is
+            with suppress(DeviceError):
+                self._memory.driver("cuEventDestroy_v2", self._event)
 
 
 class Driver:

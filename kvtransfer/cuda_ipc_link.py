@@ -22,7 +22,7 @@ import select
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from queue import SimpleQueue
@@ -184,7 +184,8 @@ class CudaIpcReceiverLink(ShmReceiverLink):
     """A pidfd of the sender."""
 
     def _deliver(self, message: Message) -> None:
-        with self.memory.aside():  # checksums do not wait for a step that computes
+        beside = self.memory.aside() if isinstance(message, Write) else nullcontext()
+        with beside:  # checksums do not wait for a step that computes
             super()._deliver(message)
 
     def _post(self, batch: list[Frame]) -> None:

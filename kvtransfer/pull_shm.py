@@ -9,108 +9,61 @@ Little-endian, from the owner: magic (4), version (4), bytes of a page (8), numb
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
-import secrets
 import socket
 import struct
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
 
 from pdmesh.kvcache.store import LatentStore, copy_bytes
 from pdmesh.kvtransfer.pull_exchange import Transport
+from pdmesh.kvtransfer.pull_local import CONNECT_S, LocalPageReader, LocalPageServer, shut
 from pdmesh.kvtransfer.pull_reader import Lent, ReadOrder, ReadStopped, Stop, fill_page
-from pdmesh.kvtransfer.shm import host_and_user, peer_uid, socket_name
 from pdmesh.wire.errors import ConfigError, TransferFailed
-from pdmesh.wire.logs import event
-
-log = logging.getLogger(__name__)
 
 _MAGIC = b"PDPM"
 _VERSION = 1
 _ANSWER = struct.Struct("<4sIQQ")
-_CONNECT_S = 2.0
 
 
-class ShmPageServer:
+class ShmPageServer(LocalPageServer):
     """Gives the memory of ``store``, which is ``shared``, to readers of this host and user."""
 
     name = "shm"
 
     def __init__(self, store: LatentStore, lent: Lent) -> None:
-        self._answer = _ANSWER.pack(_MAGIC, _VERSION, store.page_bytes, store.num_pages)
+        super().__init__()
+        self._where = _ANSWER.pack(_MAGIC, _VERSION, store.page_bytes, store.num_pages)
         self._memory_fd = store.memory_fd
         self._fd = -1
-        self._socket: socket.socket | None = None
-        self._thread: threading.Thread | None = None
 
     def start(self) -> str:
         if self._memory_fd is None:
             raise ConfigError("the pages are not in shared memory, so shm cannot lend them")
-        token = f"pull-{secrets.token_hex(16)}"
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            server.bind(socket_name(token))
-            server.listen()
             self._fd = os.open(f"/proc/self/fd/{self._memory_fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            server.close()
             raise ConfigError(f"cannot lend pages on this host: {error}") from error
-        self._socket = server
-        self._thread = threading.Thread(
-            target=self._serve, args=(server,), name="pull-shm", daemon=True
-        )
-        self._thread.start()
-        return f"{host_and_user()}:{token}"
+        return self._begin("pull-shm")
 
     def close(self) -> None:
-        if self._socket is None or self._thread is None:
-            return
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._socket.close()
-        os.close(self._fd)
-        self._socket = None
+        super().close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
-    def _serve(self, server: socket.socket) -> None:
-        """Until the socket is shut: an answer fits the buffer of its connection."""
-        while True:
-            try:
-                sock, _ = server.accept()
-            except OSError:
-                return
-            with sock:
-                if peer_uid(sock) != os.getuid():
-                    event(log, "read_refused", logging.WARNING, reason="another user asks")
-                    continue
-                with suppress(OSError):
-                    socket.send_fds(sock, [self._answer], [self._fd], socket.MSG_DONTWAIT)
+    def _answer(self, sock: socket.socket) -> None:
+        socket.send_fds(sock, [self._where], [self._fd], socket.MSG_DONTWAIT)
 
 
-class ShmPageReader:
+class ShmPageReader(LocalPageReader):
     """Copies pages of the pools of ``ShmPageServer``s into ``store``."""
 
     name = "shm"
 
     def __init__(self, store: LatentStore) -> None:
+        super().__init__()
         self._store = store
-        self._reached: set[str] = set()
-
-    def reaches(self, address: str) -> bool:
-        """Whether it is of this host and user, and somebody there answers this process."""
-        if address in self._reached:
-            return True
-        if not address.startswith(f"{host_and_user()}:"):
-            return False
-        try:
-            self._connected(address, 0.0).close()
-        except OSError:
-            return False
-        self._reached.add(address)
-        return True
 
     def read(self, order: ReadOrder, stop: Stop) -> None:
         try:
@@ -127,25 +80,10 @@ class ShmPageReader:
         finally:
             os.close(fd)
 
-    def close(self) -> None:
-        pass
-
-    def _connected(self, address: str, timeout_s: float) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(timeout_s)
-            sock.connect(socket_name(address.rpartition(":")[2]))
-            if peer_uid(sock) != os.getuid():
-                raise OSError("it belongs to another user")
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-
     def _memory(self, address: str, stop: Stop) -> int:
         """The owner's memory as a descriptor; whoever called closes it."""
-        sock = self._connected(address, _CONNECT_S)
-        with sock, stop.calling(lambda: _shut(sock)):
+        sock = self._connected(address, CONNECT_S)
+        with sock, stop.calling(lambda: shut(sock)):
             data, fds, _, _ = socket.recv_fds(sock, _ANSWER.size, 1)
         try:
             self._check(data, fds)
@@ -189,8 +127,3 @@ def _fill(store: LatentStore, place: int, source: memoryview) -> None:
 def shm_transport(store: LatentStore) -> Transport:
     """Reads within this host; ``store`` is ``shared``."""
     return lambda lender: ShmPageServer(store, lender), ShmPageReader(store)
-
-
-def _shut(sock: socket.socket) -> None:
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)

@@ -145,6 +145,12 @@ class TransferSender:
             ]
 
     @property
+    def transports(self) -> tuple[str, ...]:
+        """Names of the transports over which it is connected."""
+        with self._lock:
+            return tuple(sorted({name for name, _ in self._links}))
+
+    @property
     def num_transfers(self) -> int:
         """Transfers not yet over."""
         with self._lock:

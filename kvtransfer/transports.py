@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
 
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS, check_transports
@@ -11,6 +14,7 @@ from pdmesh.kvtransfer.cuda_ipc import CudaIpcDialer, CudaIpcListener, device_me
 from pdmesh.kvtransfer.device_memory import DeviceError, DeviceMemory
 from pdmesh.kvtransfer.loopback import LoopbackDialer
 from pdmesh.kvtransfer.nixl import NixlDialer, NixlListener
+from pdmesh.kvtransfer.pull_cuda_ipc import cuda_ipc_transport
 from pdmesh.kvtransfer.pull_exchange import Transport, tcp_transport
 from pdmesh.kvtransfer.pull_shm import shm_transport
 from pdmesh.kvtransfer.shm import ShmDialer, ShmListener
@@ -84,21 +88,26 @@ def _shared_device(names: Sequence[str], store: LatentStore) -> DeviceMemory | N
         if len(names) == 1:
             raise ConfigError(f"{reason}; or name tcp besides") from error
         if not store.on_cpu:
-            event(log, "transport_left_out", logging.WARNING, transport="cuda_ipc", reason=reason)
+            _say_once(reason)
         return None
     return memory
 
 
-def make_page_transports(names: Sequence[str], store: LatentStore, host: str) -> list[Transport]:
-    """How cached pages are lent and read, best first.
+@lru_cache
+def _say_once(reason: str) -> None:
+    event(log, "transport_left_out", logging.WARNING, transport="cuda_ipc", reason=reason)
 
-    NIXL and CUDA IPC lend none yet: tcp stands for them.
+
+def make_page_transports(names: Sequence[str], store: LatentStore, host: str) -> list[Transport]:
+    """How cached pages are lent and read, best first. NIXL lends none yet: tcp stands for it.
 
     Raises:
-        ConfigError: a name is not allowed.
+        ConfigError: a name is not allowed, or cuda_ipc alone cannot be used.
     """
     check_transports(names)
     made: list[Transport] = []
+    if "cuda_ipc" in names and (memory := _shared_device(names, store)) is not None:
+        made.append(cuda_ipc_transport(store, memory))
     if "shm" in names and store.memory_fd is not None:
         made.append(shm_transport(store))
     if "tcp" in names or "nixl" in names or not made:
@@ -106,4 +115,29 @@ def make_page_transports(names: Sequence[str], store: LatentStore, host: str) ->
     return made
 
 
-__all__ = ["DEFAULT_TRANSPORTS", "make_dialers", "make_listeners", "make_page_transports"]
+def transport_report(device: str | None) -> str:
+    """How pages go between workers that compute on ``device`` (the best there is), in a line.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen == "cpu":
+        return "within this host over shm, to others over tcp"
+    try:
+        store = LatentStore(1, 1, 64, 576, torch.bfloat16, chosen)
+        device_memory(store).export(store)
+    except DeviceError as error:
+        return f"over tcp, through the CPU's memory: cuda_ipc cannot be used: {error}"
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"there is no {chosen}") from error
+    return "within this host over cuda_ipc where devices reach each other, else over tcp"
+
+
+__all__ = [
+    "DEFAULT_TRANSPORTS",
+    "make_dialers",
+    "make_listeners",
+    "make_page_transports",
+    "transport_report",
+]

@@ -134,7 +134,7 @@ examples:
 _DRAFTS = "MTP drafts a step and sequence: 0 to 4, or auto: as many as pay off (default: 1)"
 
 
-_TRANSPORTS = "ways that pages may go, best first: shm, tcp, nixl (default: shm,tcp)"
+_TRANSPORTS = "ways that pages may go, best first: cuda_ipc, shm, tcp, nixl (default: all but nixl)"
 _EP = "{} workers that share the routed experts; 1: each has them all (default: 1)"
 _TP = "of them, {} workers that share a batch's attention heads (default: 1)"
 _VIRTUAL = "ranks in the process of each {} worker, to try a large group (default: 1)"

@@ -73,6 +73,12 @@ def _check_device(topology: Topology, config: Mapping[str, object]) -> None:
                 f"there is no device {model.device!r}; say cpu, cuda or cuda:N, or "
                 "cuda:N,cuda:M,... for workers to take in turn"
             )
+    if topology.mesh.transports == ("cuda_ipc",) and model.device == "cpu":
+        with topology.blamed("mesh", "transports"):
+            raise ConfigError(
+                "cuda_ipc is for pages on a CUDA device, and these are on the CPU; add --device"
+                " cuda, or name shm or tcp"
+            )
     fp8 = model.precision == "fp8" or (model.precision == "auto" and model.device != "cpu")
     if model.latents == "fp8" and not fp8:
         with topology.blamed("model", "latents"):

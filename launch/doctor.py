@@ -22,6 +22,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         ("python", _python),
         ("store", lambda: _store(arguments.redis)),
         ("device", lambda: _device(arguments)),
+        ("pages", lambda: _pages(arguments)),
     ):
         try:
             for line in check():
@@ -29,7 +30,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         except ConfigError as error:
             problems += 1
             print(f"{name:<8} PROBLEM: {error}")
-    print("all is well" if not problems else f"{problems} of 3 checks found a problem")
+    print("all is well" if not problems else f"{problems} of 4 checks found a problem")
     return _WRONG if problems else _OK
 
 
@@ -69,3 +70,9 @@ def _device(arguments: argparse.Namespace) -> list[str]:
     path = arguments.model or shipped_model()
     check_model(path)
     return device_report(path, arguments.device, arguments.latents)
+
+
+def _pages(arguments: argparse.Namespace) -> list[str]:
+    from pdmesh.kvtransfer.transports import transport_report
+
+    return [transport_report(arguments.device)]

@@ -16,8 +16,8 @@ from pdmesh.wire.rpc import Client
 
 _TIMEOUT_S = 2.0
 _HEAD = (
-    *("worker", "state", "address", "pages free/cached/used/all", "queued", "running"),
-    *("parked", "preempted", "moved in/out", "drafts accepted", "metrics"),
+    *("worker", "state", "address", "pages free/cached/used/all", "pages over", "queued"),
+    *("running", "parked", "preempted", "moved in/out", "drafts accepted", "metrics"),
 )
 
 
@@ -100,12 +100,12 @@ def _row(line: WorkerLine) -> tuple[str, ...]:
     start, status = (line.worker, line.state, line.address), line.status
     end = line.metrics or "-"
     if status is None:
-        return *start, "no answer", *("",) * 6, end
+        return *start, "no answer", *("",) * 7, end
     pool = status.pool
     pages = f"{pool.free}/{pool.cached}/{pool.used + pool.reserved}/{pool.total}"
     if pool.quarantined:
         pages += f" ({pool.quarantined} quarantined)"
-    counts = (str(status.queued), str(status.running))
+    counts = (",".join(status.transports) or "-", str(status.queued), str(status.running))
     if status.role == "prefill":
         return *start, pages, *counts, *("-",) * 4, end
     drafts = f"{status.accepted / status.drafted:.0%}" if status.drafted else "-"

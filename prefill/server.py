@@ -149,6 +149,7 @@ async def serve_prefill(config: PrefillConfig) -> None:
             cancelled=worker.cancelled,
             step_ms=worker.step_ms,
             pulled_pages=exchange.fetcher.pages,
+            transports=sender.transports,
             ranks=rank_status(called),
         )
 

@@ -253,9 +253,9 @@ class CudaIpcRig(Rig):
         return device_store(num_pages, fmt.num_layers, fmt.page_size, fmt.latent_width)
 
 
-def device_store(*shape) -> DeviceStore:
-    size = OFFSET + 4 * int(np.prod(shape))
-    return DeviceStore(SharedMemory(size), shape)
+def device_store(*shape, dtype=torch.float32) -> DeviceStore:
+    size = OFFSET + dtype.itemsize * int(np.prod(shape))
+    return DeviceStore(SharedMemory(size), shape, dtype)
 
 
 @contextmanager

@@ -8,10 +8,12 @@ from contextlib import asynccontextmanager
 from zlib import crc32
 
 import torch
+from cuda_ipc_rig import FakeDevice, device_store
 
 from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.pull_costs import PullCosts
+from pdmesh.kvtransfer.pull_cuda_ipc import cuda_ipc_transport
 from pdmesh.kvtransfer.pull_exchange import PrefixExchange, tcp_transport
 from pdmesh.kvtransfer.pull_loopback import LoopbackPageReader, LoopbackPageServer
 from pdmesh.kvtransfer.pull_shm import shm_transport
@@ -32,6 +34,7 @@ FORMAT = PageFormat(
 ALWAYS = PullCosts(tokens=1.0, seconds=1e6)
 """Pulling is always worth its time."""
 PATIENCE = 60.0
+DEVICE = FakeDevice()
 
 
 def chain(count, name=b"p"):
@@ -90,6 +93,9 @@ def exchange_of(kv, store, fmt, name, way_to, transport="loopback", **options):
     elif transport == "shm":
         own = shm_transport(store)
         reader = own[1]
+    elif transport == "cuda_ipc":
+        own = cuda_ipc_transport(store, DEVICE)
+        reader = own[1]
     else:
         own = tcp_transport(store, "127.0.0.1")
         reader = own[1]
@@ -106,9 +112,11 @@ class Worker:
         self.name = name
         self.evicted: list[bytes] = []
         self.kv = KvManager(pages, SIZE, lambda _: None, self.evicted.extend)
-        self.store = LatentStore(
-            pages, FORMAT.num_layers, SIZE, 8, torch.float32, shared=transport == "shm"
-        )
+        shape = pages, FORMAT.num_layers, SIZE, 8
+        if transport == "cuda_ipc":
+            self.store = device_store(*shape)
+        else:
+            self.store = LatentStore(*shape, torch.float32, shared=transport == "shm")
         self.store.tensor.fill_(float("nan"))
         self.exchange, self.reader = exchange_of(
             self.kv,

@@ -174,8 +174,12 @@ def test_copies_go_on_a_stream_of_their_own_behind_the_event_they_follow():
     assert not mark.done
     mark.wait()
     assert library.named("cuEventSynchronize") == [(99,)]
+    mark.wait()
+    assert mark.done
     del mark
     assert library.named("cuEventDestroy_v2") == [(99,)]
+    lane.record()
+    assert len(library.named("cuEventDestroy_v2")) == 2
     lane.close()
     assert library.named("cuStreamDestroy_v2") == [(88,)]
 

@@ -245,6 +245,7 @@ def test_a_worker_by_hand_has_one_device(monkeypatch):
         ("decode", {"virtual_ranks": 2}, "virtual ranks compute in plain precision"),
         ("prefill", {"ep": 2}, "prefill workers in fp8 compute with all experts"),
         ("decode", {"ep": 2, "tp": 2}, "ranks in fp8 have all attention heads"),
+        ("mesh", {"transports": ("cuda_ipc",)}, "cuda_ipc is for pages on a CUDA device"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_before_anything_starts(

@@ -6,6 +6,7 @@ import meshes
 import pytest
 import torch
 from device_cases import check_answer, conversations
+from test_mesh_transports import transports_used
 
 from pdmesh.launch.topology import shipped_model
 from pdmesh.model.weights import load_model
@@ -45,6 +46,16 @@ async def test_a_chat_streams_and_drafts_are_accepted(mesh):
     log = mesh.log()
     assert "captured a decode graph" in log
     assert "flash_mla" in log or "triton" in log
+
+
+async def test_pages_go_from_device_to_device(mesh):
+    async with meshes.chat_stub(mesh.address) as stub:
+        answer = await meshes.ask(stub, list(range(100, 300)), max_tokens=4, ignore_eos=True)
+    assert len(answer.token_ids) == 4
+    assert transports_used(mesh) == {"cuda_ipc"}
+    for status in await mesh.statuses():
+        expected = ("cuda_ipc",) if status.role == "prefill" else ("cuda_ipc", "tcp")
+        assert status.transports == expected
 
 
 def test_the_pages_of_all_workers_fit_the_device(mesh):

@@ -9,7 +9,7 @@ from kvtransfer_rig import FORMAT, Rig
 
 from pdmesh.kvcache.manager import KvManager
 from pdmesh.kvcache.store import LatentStore
-from pdmesh.kvtransfer import choice
+from pdmesh.kvtransfer import choice, transports
 from pdmesh.kvtransfer.choice import check_transports
 from pdmesh.kvtransfer.cuda_ipc import device_memory
 from pdmesh.kvtransfer.device_memory import DeviceError
@@ -79,7 +79,7 @@ def test_pages_on_a_device_are_offered_and_dialled_over_cuda_ipc_first(devices):
     dialers = [dialer.name for dialer in make_dialers(names, store)]
     assert dialers == ["loopback", "cuda_ipc", "shm", "tcp"]
     readers = [reader.name for _, reader in make_page_transports(names, store, "127.0.0.1")]
-    assert readers == ["tcp"], "cached pages are pulled over TCP"
+    assert readers == ["cuda_ipc", "tcp"]
 
 
 def test_pages_on_a_cpu_leave_cuda_ipc_out_without_a_word(caplog):
@@ -103,8 +103,11 @@ def test_pages_that_cannot_be_shared_go_over_tcp_and_the_log_says_why(devices, m
     store = device_store(4, 2, 4, 3)
     monkeypatch.setattr(type(store), "on_cpu", False)
     names = choice.DEFAULT_TRANSPORTS
+    transports._say_once.cache_clear()
     listeners = make_listeners(names, FORMAT, store, "127.0.0.1")
     assert [listener.name for listener in listeners] == ["tcp"]
+    assert [dialer.name for dialer in make_dialers(names, store)] == ["loopback", "shm", "tcp"]
+    assert [reader.name for _, reader in make_page_transports(names, store, "::1")] == ["tcp"]
     (record,) = [one for one in caplog.records if one.getMessage() == "transport_left_out"]
     assert record.fields["reason"] == "cuda_ipc cannot be used: export failed"
 

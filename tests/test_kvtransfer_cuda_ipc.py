@@ -257,6 +257,27 @@ def test_a_device_that_refuses_a_copy_ends_the_connection_and_frees_the_pages():
         rig.finish(again)
 
 
+def test_copies_queued_before_a_refused_one_are_waited_for():
+    with cuda_ipc_rig() as rig:
+        rig.device.held = True
+        transfer = rig.sender.open(rig.lease(pages=(3, 1)))
+        add = rig.device.add
+
+        def then_fail(work):
+            add(work)
+            rig.device.fails.add("copy")
+
+        rig.device.add = then_fail
+        transfer.push_pages(0, 2, [0, 1])
+        (link,) = rig.receiver._writers
+        until(lambda: link.closed, "the failure was never noticed")
+        assert len(rig.device.works()) == 1
+        assert not rig.receiver.cancel("a")
+        assert not rig.drained.wait(0.1)
+        rig.device.let_go()
+        assert rig.drained.wait(PATIENCE)
+
+
 CHILD = """
 import sys, threading
 from cuda_ipc_rig import FakeDevice, device_store

@@ -23,7 +23,7 @@ from pdmesh.wire.messages import WorkerStatus
 from pdmesh.wire.pulls import LoanRequest
 from pdmesh.wire.rpc import MAX_INTERNAL_MESSAGE, add_service, server_options
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["loopback", "tcp", "shm"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["loopback", "tcp", "shm", "cuda_ipc"])
 
 
 class Hold:

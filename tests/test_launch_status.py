@@ -17,7 +17,7 @@ def rank(number, size, members, heads=()):
     return RankStatus(rank=number, size=size, members=members, heads=heads, **counts)
 
 
-def worker(name, ranks=None, problems=(), answers=True):
+def worker(name, ranks=None, problems=(), answers=True, transports=()):
     role = name.partition("-")[0]
     status = WorkerStatus(
         worker_id=name,
@@ -28,6 +28,7 @@ def worker(name, ranks=None, problems=(), answers=True):
         pool=POOL,
         queued=0,
         running=1,
+        transports=transports,
         ranks=ranks,
         problems=problems,
     )
@@ -80,6 +81,13 @@ def test_workers_without_ranks_or_an_answer_have_none_beside_those_that_do():
 def test_a_mesh_in_which_nobody_shares_experts_has_no_column_for_it():
     table = as_table("default", [], [worker("prefill-0"), worker("decode-0")])
     assert table.splitlines()[1].split()[:3] == ["worker", "state", "address"]
+
+
+def test_the_ways_that_pages_go_are_shown():
+    lines = worker("prefill-0"), worker("decode-0", transports=("cuda_ipc", "tcp"))
+    table = as_table("default", [], list(lines)).splitlines()
+    start = table[1].index("pages over")
+    assert [row[start:].split()[0] for row in table[2:]] == ["-", "cuda_ipc,tcp"]
 
 
 def test_json_has_the_place_of_each_worker_that_has_one():

@@ -227,7 +227,7 @@ def test_a_whole_number_is_a_number(tmp_path):
         ("[router]\ndeadline_s = nan", "deadline_s is nan; it must be a number from 1 to 86400"),
         (
             '[mesh]\ntransports = ["tcp", "rdma"]',
-            "[mesh] transports: there is no transport 'rdma'; allowed are shm, tcp, nixl",
+            "[mesh] transports: there is no transport 'rdma'; allowed are cuda_ipc, shm, tcp, nixl",
         ),
         ("[mesh]\ntransports = []", "[mesh] transports: no transport is left; name at least one"),
         ("[mesh]\ntransports = 3", "transports is 3; it must be a list of transports, best first"),

@@ -258,6 +258,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Running answers handed over to other decode workers."""
     pulled_pages: int = 0
     """Cached pages read from other workers, and validated."""
+    transports: tuple[str, ...] = ()
+    """For pages: prefill, those of its open connections; decode, those it offers, best first."""
     ranks: RankStatus | None = None
     """None where the worker computes alone, as one rank."""
     problems: tuple[str, ...] = ()
