@@ -79,9 +79,16 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", params=MODES.values(), ids=MODES.keys())
+LARGE = ("fast-no-mtp",)
+"""The rest of a large set: its two choices are in the others of ``MODES``."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=pytest.mark.full) if n in LARGE else n for n in MODES],
+)
 def mode(request):
-    return request.param
+    return MODES[request.param]
 
 
 @pytest.fixture(scope="module")
