@@ -18,7 +18,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONG = ("test_mesh_", "test_pairwise_", "test_public_reports_mesh", "test_launch_", "test_registry_")
+LONG = (
+    "test_mesh_",
+    "test_pairwise_",
+    "test_public_reports_mesh",
+    "test_launch_",
+    "test_registry_",
+)
 """Files of minutes, with processes that also wait: several at a time begin with them, and no long
 one is left to the end, when nothing is left beside it."""
 
