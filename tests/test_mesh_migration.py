@@ -43,7 +43,7 @@ workers = 3
 """
 
 
-@pytest.fixture(scope="module", params=["fast", "exact"])
+@pytest.fixture(scope="module")
 def mesh(request):
     flags = ("--arithmetic", request.param, "--draft-tokens", "2")
     with running_mesh(*flags, topology=TOPOLOGY) as mesh:
@@ -51,7 +51,16 @@ def mesh(request):
         yield mesh
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(500, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("mesh", "count"),
+    [
+        ("fast", 4),
+        ("exact", 8),  # every feature of ``pdmesh verify``
+        pytest.param("fast", 500, marks=pytest.mark.full),
+        pytest.param("exact", 500, marks=pytest.mark.full),
+    ],
+    indirect=["mesh"],
+)
 async def test_tokens_logprobs_text_and_pages_do_not_depend_on_where_an_answer_is_generated(
     mesh, count
 ):
