@@ -28,6 +28,8 @@ VENV := .venv/bin/python
 PIP := $(VENV) -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 RUN := $(VENV) -P -m
 QUICK := not gpu and not gpu2 and not full
+# A file is one process's, in the order of tests/conftest.py.
+SHARED := --dist loadfile --no-loadscope-reorder
 PROTO := .pythonpath/pdmesh/wire/chat.proto
 
 .DEFAULT_GOAL := help
@@ -80,13 +82,13 @@ test: .venv/.dev
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) mypy
-	$(RUN) pytest -n $(TEST_JOBS) --dist loadfile -m '$(QUICK)'
+	$(RUN) pytest -n $(TEST_JOBS) $(SHARED) -m '$(QUICK)'
 
 test-full: .venv/.dev
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) mypy
-	$(RUN) pytest -n $(TEST_JOBS) --dist loadfile -m 'not gpu and not gpu2'
+	$(RUN) pytest -n $(TEST_JOBS) $(SHARED) -m 'not gpu and not gpu2'
 
 bench: .venv/.dev
 	$(VENV) -P bench/cpu_chat.py $(BENCH_ARGS)

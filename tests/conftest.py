@@ -1,4 +1,4 @@
-"""One thread of arithmetic in the test process; Ctrl-C as in a terminal."""
+"""One thread of arithmetic in the test process; Ctrl-C as in a terminal; the long files first."""
 
 import contextlib
 import os
@@ -16,6 +16,21 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell's background job ignores it, and so would every process that a test starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+LONG = (
+    "test_mesh_",
+    "test_pairwise_",
+    "test_public_reports_mesh",
+    "test_launch_",
+    "test_registry_",
+)
+"""Files of minutes, with processes that also wait: several at a time begin with them, and no long
+one is left to the end, when nothing is left beside it."""
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.path.name.startswith(LONG))
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ The files of ``$PDMESH_STAGE/<worker>/`` are the stage directions; ``Stage`` wri
     <Method>.after    hold it when the handler is done, before its answer
     Stream.commit     hold an answer's stream before it asks the router to commit a move
     Stream.at         hold it before the first item at or after this output position (the text)
-    Step.at           hold all generation once a sequence has so many tokens (the text), its prompt
-                      included: no answer ends meanwhile, and the worker goes on talking
+    Step.at           hold all steps once a sequence has so many tokens (the text): at decode its
+                      prompt's and those generated, at prefill those computed. No answer ends
+                      meanwhile, and the worker goes on talking
     Step.pace         a step takes so many seconds (the text) more
     wire              the next lease goes through a proxy: "flip 5000", "cut 5000", "hold 5000":
                       at that byte towards the receiver
@@ -29,11 +30,12 @@ from pathlib import Path
 
 from msgspec.structs import replace as replace_fields
 
-VARIABLE = "PDMESH_STAGE"
+VARIABLE, IDLE = "PDMESH_STAGE", "PDMESH_STAGE_IDLE_S"
 SILENCE_S = 1.5
 """After which a staged router gives a worker up."""
 IDLE_S = 3.0
-"""After which a staged decode worker drains a lease that nobody uses."""
+"""After which a staged decode worker drains a lease that nobody uses, unless ``IDLE`` says another
+time."""
 
 
 class Stage:
@@ -110,10 +112,10 @@ class Actor:
             await self.at("Stream.at")
         yield item
 
-    def before_step(self, sequences) -> None:
+    def before_step(self, lengths: list[int]) -> None:
         """On the thread of the engine."""
         held, reached = self._marks("Step.at")
-        if max(len(sequence.tokens) for sequence in sequences) >= self._number("Step.at"):
+        if max(lengths) >= self._number("Step.at"):
             reached.touch()
             while held.exists():
                 time.sleep(0.01)
@@ -206,8 +208,11 @@ def serve(arguments: list[str]) -> None:
     import pdmesh.decode.server as decode
     import pdmesh.prefill.server as prefill
     from pdmesh.decode.runner import DecodeRunner
+    from pdmesh.prefill.runner import PrefillRunner
 
-    decode_config.DecodeConfig = functools.partial(decode_config.DecodeConfig, lease_idle_s=IDLE_S)
+    decode_config.DecodeConfig = functools.partial(
+        decode_config.DecodeConfig, lease_idle_s=float(os.environ.get(IDLE, IDLE_S))
+    )
     folder = Path(os.environ[VARIABLE]) / arguments[arguments.index("--id") + 1]
     folder.mkdir(exist_ok=True)
     actor, host = Actor(folder), decode.host_worker
@@ -216,13 +221,19 @@ def serve(arguments: list[str]) -> None:
         return host(binding, [actor.staged(method) for method in methods], *rest, **named)
 
     decode.host_worker = prefill.host_worker = host_staged
-    step = DecodeRunner._step
+    acted(actor, DecodeRunner, lambda sequence: len(sequence.tokens))
+    acted(actor, PrefillRunner, lambda prompt: prompt.start)
 
-    def staged_step(self, sequences):
-        actor.before_step(sequences)
-        return step(self, sequences)
 
-    DecodeRunner._step = staged_step
+def acted(actor: Actor, runner: type, length) -> None:
+    """Every step of a runner waits for the directions."""
+    step = runner._step
+
+    def staged_step(self, rows):
+        actor.before_step([length(row) for row in rows])
+        return step(self, rows)
+
+    runner._step = staged_step
 
 
 def up() -> None:

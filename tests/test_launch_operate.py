@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_launch_up import FAKES, Meshes, alive, ready_workers, until
+from test_launch_up import FAKES, Meshes, alive, ready_workers, standing, until
 
 from pdmesh.launch.runtime import RunDir
+
+__all__ = ["standing"]  # a fixture
 
 ONE_DECODE = ("--decode", "1")
 
@@ -239,27 +241,26 @@ def test_a_worker_that_is_drained_stays_until_it_is_told_to_end(meshes):
     assert alive(pid)
 
 
-def test_the_answers_of_a_mesh_are_shown_and_moved(meshes):
-    meshes.ready()
-    until(lambda: meshes.info()["router_admin"], "no address")
-    lines = meshes.run("answers").stdout.splitlines()
+def test_the_answers_of_a_mesh_are_shown_and_moved(standing):
+    until(lambda: standing.info()["router_admin"], "no address")
+    lines = standing.run("answers").stdout.splitlines()
     assert lines[0].split() == ["request", "answer", "worker", "phase", "prompt", "tokens", "moved"]
     assert lines[1].split() == ["4f1c0d", "0", "decode-0", "running", "12", "7", "1"]
-    found = json.loads(meshes.run("answers", "--json").stdout)["answers"]
+    found = json.loads(standing.run("answers", "--json").stdout)["answers"]
     assert [answer["request_id"] for answer in found] == ["4f1c0d", "4fffff"]
-    moved = meshes.run("migrate", "4f1", "--index", "0", "--to", "decode-1")
+    moved = standing.run("migrate", "4f1", "--index", "0", "--to", "decode-1")
     assert (moved.returncode, moved.stdout.splitlines()[-1]) == (
         0,
         "answer 0: decode-0 -> decode-1, moved; paused for 12 ms",
     )
-    both = meshes.run("migrate", "4fffff")
+    both = standing.run("migrate", "4fffff")
     assert both.returncode == 1
     last = both.stdout.splitlines()[-1]
     assert last.endswith("not moved, it goes on where it is: decode-1 has no room")
-    several = meshes.run("migrate", "4f")
+    several = standing.run("migrate", "4f")
     assert several.returncode == 2
     assert "several requests begin with '4f': 4f1c0d, 4fffff; say more" in several.stderr
-    unknown = meshes.run("migrate", "abc")
+    unknown = standing.run("migrate", "abc")
     assert unknown.returncode == 2
     assert "no request 'abc' is being answered; running now: 4f1c0d, 4fffff" in unknown.stderr
 
@@ -273,9 +274,10 @@ def test_the_answers_of_a_mesh_are_shown_and_moved(meshes):
         (("drain", "decode-7"), "no worker 'decode-7' in this mesh; there are: prefill-0, decode"),
     ],
 )
-def test_wrong_input_to_a_running_mesh_is_one_sentence_and_exit_code_2(meshes, arguments, sentence):
-    meshes.ready(*ONE_DECODE)
-    done = meshes.run(*arguments)
+def test_wrong_input_to_a_running_mesh_is_one_sentence_and_exit_code_2(
+    standing, arguments, sentence
+):
+    done = standing.run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert sentence in done.stderr
     assert len(done.stderr.splitlines()) == 1

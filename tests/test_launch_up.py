@@ -131,6 +131,15 @@ def meshes(tmp_path):
     running.close()
 
 
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory):
+    """A mesh for tests that leave it as it was."""
+    running = Meshes(tmp_path_factory.mktemp("standing"))
+    running.ready()
+    yield running
+    running.close()
+
+
 def test_one_prompt_is_answered_and_nothing_stays_behind(meshes):
     done = meshes.run("up", "--chat", "--prompt", "one two")
     assert done.stdout == "one two (1 messages)\n"
@@ -212,21 +221,24 @@ def test_killing_up_while_the_processes_start_ends_them_too(meshes):
 
 
 @pytest.mark.parametrize("victim", sorted(PROCESSES))
-def test_a_process_that_is_killed_is_started_again(meshes, victim):
-    meshes.ready()
-    before = meshes.info()["pids"]
+def test_a_process_that_is_killed_is_started_again(standing, victim):
+    before = standing.info()["pids"]
     os.kill(before[victim], signal.SIGKILL)
     after = until(
-        lambda: (p := meshes.info()["pids"]).get(victim, before[victim]) != before[victim] and p,
+        lambda: (p := standing.info()["pids"]).get(victim, before[victim]) != before[victim] and p,
         "never started again",
     )
     assert {n: p for n, p in after.items() if n != victim} == {
         n: p for n, p in before.items() if n != victim
     }
-    until(lambda: ready_workers(meshes.info()) == PROCESSES - {"store", "router"}, "not ready")
+    until(lambda: ready_workers(standing.info()) == PROCESSES - {"store", "router"}, "not ready")
     until(
-        lambda: meshes.run("chat", "--prompt", "x").stdout == "x (1 messages)\n", "no answer", 200
+        lambda: standing.run("chat", "--prompt", "x").stdout == "x (1 messages)\n", "no answer", 200
     )
+
+
+def answers(meshes: Meshes) -> bool:
+    return meshes.run("chat", "--prompt", "x").stdout == "x (1 messages)\n"
 
 
 def ready_workers(info: dict) -> set[str]:
@@ -313,9 +325,8 @@ def test_routers_are_started_side_by_side_and_a_chat_uses_one_that_answers(meshe
     assert table[0] == f"mesh default at {', '.join(sorted(info['addresses']))}: 3 workers"
 
 
-def test_status_shows_every_worker(meshes):
-    meshes.ready()
-    table = meshes.run("status").stdout.splitlines()
+def test_status_shows_every_worker(standing):
+    table = standing.run("status").stdout.splitlines()
     assert table[0].endswith("3 workers")
     assert [line.split()[:2] for line in table[2:]] == [
         ["decode-0", "ready"],
@@ -324,7 +335,7 @@ def test_status_shows_every_worker(meshes):
     ]
     assert table[2].split()[3:] == ["5/2/1/8", "0", "1", "2", "3", "4/5", "75%", "-"]
     assert table[4].split()[3:] == ["5/2/1/8", "0", "1", "-", "-", "-", "-", "-"]
-    whole = json.loads(meshes.run("status", "--json").stdout)
+    whole = json.loads(standing.run("status", "--json").stdout)
     assert [worker["worker"] for worker in whole["workers"]] == [
         "decode-0",
         "decode-1",
@@ -495,9 +506,8 @@ def test_a_conversation_at_a_terminal(meshes):
     assert not [name for name, pid in pids.items() if alive(pid)]
 
 
-def test_timing_is_shown_when_asked_for(meshes):
-    meshes.ready()
-    done = meshes.run("chat", "--show-timing", "--prompt", "x")
+def test_timing_is_shown_when_asked_for(standing):
+    done = standing.run("chat", "--show-timing", "--prompt", "x")
     assert done.stdout == "x (1 messages)\n"
     assert "[prompt 7 tokens, 3 cached; answer 2 tokens" in done.stderr
 

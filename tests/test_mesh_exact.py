@@ -24,7 +24,7 @@ NEW_TOKENS = 8
 NUM_PROMPTS = 204
 ROOMY = "[prefill]\npages = 1024\n"
 """Room for every page of every prompt and tenant of this file: nothing is evicted at prefill."""
-SAMPLE = 40
+SAMPLE = 32
 """Prompts of ``make test``: every boundary length, and some others; ``make test-full`` runs all."""
 BOUNDARIES = 24
 """Of these, the boundary lengths: the first; one at a time in ``make test``."""
@@ -79,9 +79,16 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", params=MODES.values(), ids=MODES.keys())
+LARGE = ("fast-no-mtp",)
+"""The rest of a large set: its two choices are in the others of ``MODES``."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=pytest.mark.full) if n in LARGE else n for n in MODES],
+)
 def mode(request):
-    return request.param
+    return MODES[request.param]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import random
 import lying_index
 import meshes
 import pytest
+import staged
 from mesh_matrix import DECODE, PREFILL, staged_mesh
 
 PAGE = 64
@@ -24,7 +25,7 @@ def lies(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def play(tmp_path_factory, lies):
-    variables = {lying_index.VARIABLE: str(lies)}
+    variables = {lying_index.VARIABLE: str(lies), staged.IDLE: "60"}
     with staged_mesh(tmp_path_factory.mktemp("index"), **variables) as play:
         yield play
 

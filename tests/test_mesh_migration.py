@@ -35,41 +35,50 @@ async def verified(mesh, count, *, faults=False):
     return report
 
 
+TOPOLOGY = """
+[mesh]
+lease_ttl_s = 4.0
+[decode]
+workers = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def mesh(request):
+    flags = ("--arithmetic", request.param, "--draft-tokens", "2")
+    with running_mesh(*flags, topology=TOPOLOGY) as mesh:
+        mesh.workers, mesh.arithmetic = 4, request.param
+        yield mesh
+
+
 @pytest.mark.parametrize(
-    ("arithmetic", "count"),
+    ("mesh", "count"),
     [
-        ("fast", 8),
-        ("exact", 8),
+        ("fast", 4),
+        ("exact", 8),  # every feature of ``pdmesh verify``
         pytest.param("fast", 500, marks=pytest.mark.full),
         pytest.param("exact", 500, marks=pytest.mark.full),
     ],
+    indirect=["mesh"],
 )
 async def test_tokens_logprobs_text_and_pages_do_not_depend_on_where_an_answer_is_generated(
-    arithmetic, count
+    mesh, count
 ):
-    with running_mesh("--decode", "3", "--arithmetic", arithmetic, "--draft-tokens", "2") as mesh:
-        mesh.workers = 4
-        report = await verified(mesh, count)
-        tried = [r for r in report.results if r.group == "migration" and r.verdict == "passed"]
-        assert len(tried) >= count * 3 // 4, report.as_text()
-        assert report.moves > count
-        assert sum(r.pages for r in tried) > 0
-        assert await mesh.problems() == []
+    report = await verified(mesh, count)
+    tried = [r for r in report.results if r.group == "migration" and r.verdict == "passed"]
+    assert len(tried) >= count * 3 // 4, report.as_text()
+    assert report.moves > count
+    assert sum(r.pages for r in tried) > 0
+    assert await mesh.problems() == []
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("arithmetic", [pytest.param("fast", marks=pytest.mark.full), "exact"])
-async def test_after_every_fault_an_answer_is_right_and_everything_is_given_back(arithmetic):
-    topology = f"""
-    [mesh]
-    lease_ttl_s = 2.0
-    [model]
-    arithmetic = "{arithmetic}"
-    [decode]
-    workers = 3
-    """
-    with running_mesh(topology=topology) as mesh:
-        report = await verified(mesh, 4, faults=True)
-        faults = [r for r in report.results if r.group == "faults"]
-        assert {r.verdict for r in faults} == {"passed"}, report.as_text()
-        assert len(faults) >= 6
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("fast", marks=pytest.mark.full), "exact"], indirect=True
+)
+async def test_after_every_fault_an_answer_is_right_and_everything_is_given_back(mesh):
+    report = await verified(mesh, 4, faults=True)
+    faults = [r for r in report.results if r.group == "faults"]
+    assert {r.verdict for r in faults} == {"passed"}, report.as_text()
+    assert len(faults) >= 6
+    assert await mesh.problems() == []

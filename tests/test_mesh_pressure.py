@@ -89,9 +89,17 @@ async def served(stub, prompt, case, first_is_done):
     return answer
 
 
-@pytest.mark.parametrize("count", [SAMPLE, pytest.param(ALL, marks=pytest.mark.full)])
+POOLS = {(1, 16): (SAMPLE,), (4, 0): (SAMPLE,), (1, 0): (), (2, 16): ()}
+"""Decode workers and ``growth_tokens``: how many requests ``make test`` sends them."""
+
+
 @pytest.mark.parametrize(
-    ("workers", "growth"), [(1, 0), (1, 16), (2, 16), (4, 0)], ids=lambda value: str(value)
+    ("workers", "growth", "count"),
+    [
+        pytest.param(*pool, count, marks=() if count in quick else pytest.mark.full)
+        for pool, quick in POOLS.items()
+        for count in (SAMPLE, ALL)
+    ],
 )
 async def test_every_request_is_served_in_turn_from_pools_for_one(
     checkpoint, prompts, expected, workers, growth, count

@@ -5,18 +5,31 @@ No answer fails, and each has the tokens that it has when it is left alone.
 
 import asyncio
 import signal
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
 import meshes
 import pytest
 from checkpoints import random_checkpoint
-from mesh_changes import drain, members, pdmesh, said, started, status, stopped, undrain, until
+from mesh_changes import (
+    admin,
+    drain,
+    members,
+    pdmesh,
+    said,
+    started,
+    status,
+    stopped,
+    undrain,
+    until,
+)
 from mesh_faults import alive
 
 from pdmesh.wire import chat_pb2
+from pdmesh.wire.admin import AnswerList
+from pdmesh.wire.messages import Empty
 
-STREAMS = 20
+STREAMS = 8
 PROMPTS = [list(range(300 + 40 * i, 350 + 44 * i)) for i in range(STREAMS)]
 TOKENS = 48
 LONG = 600
@@ -103,11 +116,21 @@ async def test_workers_come_and_go_while_answers_stream(mesh, stub):
             return set(MORE) <= used
 
         await until(all_are_used, "new workers get no work")
-        await pdmesh(mesh, "scale", "decode=1", "prefill=1")
+        async with AsyncExitStack() as stack:
+            lasting = [
+                await stack.enter_async_context(asking(stub, prompt, 3000))
+                for prompt in PROMPTS[:4]
+            ]
+            for task, told in lasting:
+                await meshes.first_token(task, told)
+            await pdmesh(mesh, "scale", "decode=1", "prefill=1")
+            router = await stack.enter_async_context(admin(mesh))
+            found = (await router.unary("Answers", Empty(), AnswerList, timeout=60)).answers
+            assert {answer.worker_id for answer in found} == {"decode-0"}
+            assert sum(answer.migrations for answer in found) > 0, "a worker that goes hands over"
         assert set(await members(mesh)) == {"prefill-0", "decode-0"}
         assert not [name for name in set(MORE) - {"prefill-0", "decode-0"} if alive(pids[name])]
     assert answers[-1].timing.decode_worker == "decode-0"
-    assert sum(answer.timing.migrations for answer in answers) > 0
 
 
 async def test_a_rolling_restart_fails_no_answer(mesh, stub):

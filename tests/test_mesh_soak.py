@@ -28,10 +28,8 @@ from pdmesh.wire.messages import Empty
 from pdmesh.wire.rpc import Client
 from pdmesh.wire.sampling import SamplingParams
 
-SAMPLE, ALL = (60, 6), (1000, 60)
-"""Answers at least, and things that are done to the mesh meanwhile."""
-STREAMS = 12
-"""Requests at a time."""
+SAMPLE, ALL = (60, 6, 5), (1000, 60, 12)
+"""Answers at least, things that are done to the mesh meanwhile, and requests at a time."""
 LONGEST = 64
 SPARED = ("prefill-0", "decode-0")
 """They are never killed or replaced: their memory is looked at."""
@@ -214,7 +212,7 @@ def memory(mesh) -> dict[str, float]:
 async def soak_mesh(mesh, cases: list[Case], size, model, arithmetic: str) -> Soak:
     """Answers stream until there are enough, and all that was to be done to the mesh is done."""
     soak, rng = Soak(), random.Random(17)
-    answers, acts = size
+    answers, acts, streams = size
     over = asyncio.Event()
 
     async def one(stub) -> None:
@@ -260,7 +258,7 @@ async def soak_mesh(mesh, cases: list[Case], size, model, arithmetic: str) -> So
     disturber = Disturber(mesh, soak, random.Random(23))
     try:
         async with meshes.chat_stub(mesh.address) as stub, asyncio.TaskGroup() as group:
-            for _ in range(STREAMS):
+            for _ in range(streams):
                 group.create_task(client(stub))
             group.create_task(disturb())
     finally:

@@ -131,34 +131,28 @@ async def reserved(play, name):
     return pool.reserved + pool.used == POOL
 
 
-@pytest.mark.parametrize("delay", [0.0, pytest.param(0.2, marks=pytest.mark.full)])
-async def test_pages_that_a_standing_sender_may_still_write_are_given_to_nobody(play, stub, delay):
+async def test_pages_that_a_standing_sender_may_still_write_are_given_to_nobody(play, stub):
     """sgl-project/sglang#24527 in shared memory, where the receiver cannot stop a writer."""
     first, second = words(5, ROOM - 8), words(6, ROOM - 8)
     want = await meshes.ask(stub, second, max_tokens=8, ignore_eos=True, tenant="alone")
+    play.stage.hold(PREFILL, "Step.at", "1")  # some chunks are sent, and others are not
     async with meshes.asking(stub, first, max_tokens=8, ignore_eos=True, tenant="a") as (task, _):
-        await until(lambda: prefilling(play), "a prompt is computed")
-        await asyncio.sleep(delay)
-        victim = next(s.worker_id for s in await play.mesh.statuses() if s.running + s.queued)
+        (victim,) = await play.stage.reached("Step.at")
         pid = play.mesh.pids()[victim]
         os.kill(pid, signal.SIGSTOP)
+        play.stage.release()
         task.cancel()
         try:
             async with (
                 meshes.asking(stub, second, max_tokens=8, ignore_eos=True, tenant="c1") as (t, c1),
                 meshes.asking(stub, second, max_tokens=8, ignore_eos=True, tenant="c2") as (u, c2),
             ):
-                await asyncio.wait({t, u}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({t, u}, return_when=asyncio.FIRST_COMPLETED)
                 os.kill(pid, signal.SIGCONT)
                 await asyncio.gather(t, u)
         finally:
             os.kill(pid, signal.SIGCONT)
     assert c1.token_ids == c2.token_ids == want.token_ids
-
-
-async def prefilling(play):
-    async with play.mesh.watch() as statuses:
-        return any(s.running + s.queued for s in await statuses(*PREFILL))
 
 
 # ---- vllm-project/vllm#52234: workers that do not fit are paired ------------------------------
@@ -195,7 +189,7 @@ async def test_a_worker_of_another_page_format_gets_no_request_and_the_log_says_
             stderr=sink,
         )
     try:
-        await until(lambda: registered(info, "stranger"), "it has joined", 60)
+        await until(lambda: registered(info, "stranger"), "it has joined")
         router = play.mesh.state_dir / "logs" / "router.log"
         await until(lambda: mentions(router, "stranger"), "the router knows it")
         alone = await meshes.ask(stub, words(7, 90), max_tokens=6, ignore_eos=True)
@@ -366,15 +360,16 @@ async def test_a_stream_leaves_a_worker_that_stands_still_and_its_late_tokens_ar
     """ai-dynamo/dynamo#11647: the stream moves within the limit; the sleeper wakes up harmless."""
     prompt, name = words(10, 100), "sleeper"
     want = await meshes.ask(stub, prompt, max_tokens=150, ignore_eos=True, tenant="alone")
+    play.stage.hold(DECODE, "Step.at", str(len(prompt) + 9))
     async with meshes.asking(
         stub, prompt, max_tokens=150, ignore_eos=True, tenant=name, request_id=name
     ) as (task, answer):
-        await meshes.first_token(task, answer)
         sleeper = await play.holder(name)
         pid = play.mesh.pids()[sleeper]
         os.kill(pid, signal.SIGSTOP)
+        play.stage.release()
         try:
-            await asyncio.wait_for(task, 60)
+            await task
             assert answer.token_ids == want.token_ids
             assert answer.timing.decode_worker == other(sleeper)
             assert await play.running() == {}

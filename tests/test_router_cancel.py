@@ -90,12 +90,13 @@ async def read(call):
 async def test_a_deadline_ends_the_work_with_its_status(tmp_path, stage):
     async with fakes.mesh(tmp_path, decode=1) as mesh:
         worker, reached = hold(mesh, stage)
-        error = await mesh.error(fakes.ask(max_tokens=100), timeout=0.4)
-        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert reached.is_set()
+        deadlines = [0.4, 3.0, 30.0]
+        while not reached.is_set():  # the first that is long enough
+            error = await mesh.error(fakes.ask(max_tokens=100), timeout=deadlines.pop(0))
+            assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         worker.hold["Reserve"].set() if stage == "Reserve" else None
         await mesh.at_rest()
-        assert mesh.outcome("deadline") + mesh.outcome("cancelled") == 1
+        assert mesh.outcome("deadline") + mesh.outcome("cancelled") == 3 - len(deadlines)
 
 
 async def test_a_client_without_a_deadline_gets_the_default_one(tmp_path):

@@ -254,11 +254,11 @@ async def test_a_worker_that_falls_silent_is_left_and_harmless_when_it_wakes(tmp
 
 
 async def test_a_worker_that_is_slow_but_answers_is_not_left(tmp_path):
-    async with moving_mesh(tmp_path, silence_s=0.1) as moving:
+    async with moving_mesh(tmp_path, silence_s=1.0) as moving:
         answer = await moving.start()
         polls = moving.decode[0].polls
         async with asyncio.timeout(60):
-            while moving.decode[0].polls < polls + 4:
+            while moving.decode[0].polls < polls + 2:
                 await asyncio.sleep(0.01)
         moving.decode[0].go.set()
         got = await whole(answer)

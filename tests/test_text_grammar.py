@@ -120,7 +120,7 @@ async def test_the_event_loop_runs_on_while_a_grammar_is_tried():
     while not task.done():
         await asyncio.sleep(0.01)
         turns += 1
-    assert turns > 5
+    assert turns > 1, "a loop that stood still turns once"
     with pytest.raises(InvalidRequest):
         await task
 

@@ -26,7 +26,7 @@ _LOGPROBS = 5
 _ROUNDING = {"float32": 1e-3}
 _COARSE = 0.1
 """Most that log-probabilities of the same token may differ by, by dtype; of the others."""
-_RESTARTED_S = 60.0
+_RESTARTED_S = 120.0
 _TRIES = 3
 """An answer that is over before its fault is done is asked for again."""
 
