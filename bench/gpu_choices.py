@@ -22,7 +22,6 @@ from pdmesh.kernels import cublaslt_backend, deep_gemm_backend
 from pdmesh.kernels import quantised as ref
 from pdmesh.kernels import rope_append as definition
 from pdmesh.kernels.gate import GateRule, choose_experts
-from pdmesh.kernels.gemm_config import cluster_tile
 from pdmesh.kernels.quantised import BlockWeight, Rows
 
 RULE = GateRule("noaux_tc", 256, 8, 8, 4, True, 2.5)
@@ -112,16 +111,15 @@ def _dense() -> list[Candidate]:
     ]
     found += own("triton.splitk_gemm", "fp8_gemm", "split-K")
     found += own("cuda_gemm", "fp8_gemm", "cluster")
-    found += own("cuda_gemm", "fp8_gemm", "cluster, dependent", _dependent_tile)
+    found += own("cuda_gemm", "fp8_gemm", "cluster, dependent", _dependent)
     return found
 
 
-def _dependent_tile(run: Any) -> Callable[..., Tensor]:
+def _dependent(run: Any) -> Callable[..., Tensor]:
     """The product in clusters, which asks for its weights before the kernel ahead is done."""
 
     def product(x: Rows, weight: BlockWeight) -> Tensor:
-        (m, k), n = x.values.shape, weight.values.shape[0]
-        return run(x, weight, tile=cluster_tile(m, n, k)._replace(dependent=True))
+        return run(x, weight, dependent=True)
 
     return product
 

@@ -51,6 +51,8 @@ from gpu_timing import (  # noqa: E402
 )
 from gpu_warm import compile_products, layer_jobs  # noqa: E402
 
+from pdmesh.kernels import deep_gemm_backend  # noqa: E402
+
 RANKS = {
     "ep128": Rank("EP128", 128),
     "ep8": Rank("EP8", 8),
@@ -173,11 +175,11 @@ def whole_layer(blocks: Sequence[Block], clocks: Clocks) -> dict[str, Any]:
 @contextlib.contextmanager
 def library_settings(dependent: bool) -> Iterator[None]:
     """DeepGEMM with programmatic dependent launch, if it is there."""
-    try:
-        import deep_gemm
-    except ImportError:
+    if deep_gemm_backend.unavailable():
         yield
         return
+    import deep_gemm
+
     deep_gemm.set_pdl(dependent)
     try:
         yield
