@@ -31,6 +31,7 @@ from bounds import (
 from gpu_latents import PAGE, random_pool
 from torch import Tensor
 
+from pdmesh.kernels import deep_gemm_backend
 from pdmesh.kernels.fp8 import dequantise_blocks
 from pdmesh.kernels.quantised import BlockWeight, Rows, new_scales, quantise_rows
 
@@ -308,8 +309,8 @@ class Block:
 
 @contextlib.contextmanager
 def processors(count: int | None) -> Iterator[None]:
-    """Multiprocessors that DeepGEMM's kernels launched here may take."""
-    if count is None:
+    """Multiprocessors that DeepGEMM's kernels launched here may take, if it is there."""
+    if count is None or deep_gemm_backend.unavailable():
         yield
         return
     import deep_gemm

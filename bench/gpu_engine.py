@@ -18,28 +18,32 @@ import json
 import logging
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-from torch import Tensor
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / ".pythonpath")]
 
-from pdmesh.decode.drafter import SequenceRows
-from pdmesh.decode.runner import DecodeRunner
-from pdmesh.kernels.backends import choose_backends
-from pdmesh.kernels.quantised import Rows
-from pdmesh.model.batch import Batch, SequenceSlice
-from pdmesh.model.device.building import build_weights
-from pdmesh.model.device.full_width import full_width
-from pdmesh.model.device.model import DeviceModel, shapes_of
-from pdmesh.model.device.padding import padded
-from pdmesh.model.device.sources import RandomSource
-from pdmesh.model.sampling_state import SamplingState
-from pdmesh.wire.errors import InternalError, PdmeshError
-from pdmesh.wire.sampling import SamplingParams
+import torch  # noqa: E402 - the path is set above
+from torch import Tensor  # noqa: E402
+
+from pdmesh.decode.drafter import SequenceRows  # noqa: E402
+from pdmesh.decode.runner import DecodeRunner  # noqa: E402
+from pdmesh.kernels.backends import choose_backends  # noqa: E402
+from pdmesh.kernels.quantised import Rows  # noqa: E402
+from pdmesh.model.batch import Batch, SequenceSlice  # noqa: E402
+from pdmesh.model.device.building import build_weights  # noqa: E402
+from pdmesh.model.device.full_width import full_width  # noqa: E402
+from pdmesh.model.device.model import DeviceModel, shapes_of  # noqa: E402
+from pdmesh.model.device.padding import padded  # noqa: E402
+from pdmesh.model.device.sources import RandomSource  # noqa: E402
+from pdmesh.model.sampling_state import SamplingState  # noqa: E402
+from pdmesh.wire.errors import InternalError, PdmeshError  # noqa: E402
+from pdmesh.wire.sampling import SamplingParams  # noqa: E402
 
 PAGE = 64
 

@@ -51,6 +51,8 @@ from gpu_timing import (  # noqa: E402
 )
 from gpu_warm import compile_products, layer_jobs  # noqa: E402
 
+from pdmesh.kernels import deep_gemm_backend  # noqa: E402
+
 RANKS = {
     "ep128": Rank("EP128", 128),
     "ep8": Rank("EP8", 8),
@@ -179,11 +181,11 @@ def library_settings(dependent: bool) -> Iterator[None]:
                 from pdmesh.kernels.triton.launch import next_may_begin
 
                 stack.enter_context(next_may_begin())
-            with contextlib.suppress(ImportError):
-                import deep_gemm
+        if dependent and not deep_gemm_backend.unavailable():
+            import deep_gemm
 
-                deep_gemm.set_pdl(True)
-                stack.callback(deep_gemm.set_pdl, False)
+            deep_gemm.set_pdl(True)
+            stack.callback(deep_gemm.set_pdl, False)
         yield
 
 

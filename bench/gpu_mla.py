@@ -13,16 +13,20 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / ".pythonpath")]
 
-from pdmesh.kernels import flash_mla_backend, flashinfer_backend, hopper_mla, mla_reference
-from pdmesh.kernels.quantised import pack_latents
-from pdmesh.kernels.triton import mla_decode
+import torch  # noqa: E402 - the path is set above
+from torch import Tensor  # noqa: E402
+
+from pdmesh.kernels import flash_mla_backend, flashinfer_backend, hopper_mla, mla_reference  # noqa: E402
+from pdmesh.kernels.quantised import pack_latents  # noqa: E402
+from pdmesh.kernels.triton import mla_decode  # noqa: E402
 
 PAGE, KV, LAYERS, MOST, SCALE = 64, 5000, 3, 128, 192**-0.5
 PER = -(-KV // PAGE)

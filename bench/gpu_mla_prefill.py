@@ -8,14 +8,19 @@ absorbed form its two products. Times are medians of CUDA events.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / ".pythonpath")]
 
-from pdmesh.kernels import flash_mla_backend, flashinfer_backend, mla_reference
-from pdmesh.kernels.triton import mla_prefill
+import torch  # noqa: E402 - the path is set above
+from torch import Tensor  # noqa: E402
+
+from pdmesh.kernels import flash_mla_backend, flashinfer_backend, mla_reference  # noqa: E402
+from pdmesh.kernels.triton import mla_prefill  # noqa: E402
 
 PAGE, HEADS, NOPE, ROPE, VALUE, RANK = 64, 128, 128, 64, 128, 512
 SCALE = (NOPE + ROPE) ** -0.5

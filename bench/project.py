@@ -15,14 +15,18 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import bounds
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "bench")]
 
-DATA = Path(__file__).resolve().parent.parent / "docs" / "data"
+import bounds  # noqa: E402 - the path is set above
+
+DATA = ROOT / "docs" / "data"
 ATTENTION = (
     "input_norm qkv_a q_norm q_b rope_append absorb mla values o_proj post_norm".split()  # noqa: SIM905
 )

@@ -1,9 +1,8 @@
 """A run of GPU jobs within a budget: order, limits, what is skipped and why, what is left."""
 
-import argparse
-import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -284,7 +283,7 @@ def test_a_long_log_keeps_its_beginning_and_its_end(tmp_path):
     assert last_words(log) == "the last word"
 
 
-def test_every_job_names_what_is_there_and_options_that_its_script_has(monkeypatch):
+def test_every_job_names_what_is_there_and_options_that_its_script_has():
     """A wrong word in the table would be noticed on a device only, minutes after it began."""
     assert len({j.name for j in JOBS}) == len(JOBS)
     for one in JOBS:
@@ -300,36 +299,49 @@ def test_every_job_names_what_is_there_and_options_that_its_script_has(monkeypat
             assert f'"{option}"' in text, (one.name, option)
 
 
-def parsed(script, words, monkeypatch):
-    """What the script's own parser makes of the words."""
-    found = []
-
-    def parse(self, args=None, namespace=None):
-        found.append(original(self, args, namespace))
-        raise SystemExit(77)
-
-    original = argparse.ArgumentParser.parse_args
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
-    monkeypatch.setattr(sys, "argv", [str(script), *words])
-    monkeypatch.setattr(sys, "path", [str(ROOT / "bench"), *sys.path])
-    spec = importlib.util.spec_from_file_location(f"bench_{script.stem}", script)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    with pytest.raises(SystemExit) as ended:
-        module.main()
-    assert ended.value.code == 77
-    return found[0]
-
+TELLS = """
+import argparse, runpy, sys
+script, *words = sys.argv[1:]
+def parse(self, args=None, namespace=None, original=argparse.ArgumentParser.parse_args):
+    print(original(self, args, namespace))
+    raise SystemExit(77)
+argparse.ArgumentParser.parse_args = parse
+sys.argv[:] = [script, *words]
+runpy.run_path(script, run_name="__main__")
+"""
+"""Ends where a script has read its words, with the path that it has when it is run by itself."""
 
 WITH_OPTIONS = [j for j in JOBS if j.kind == "timing" and len(j.command) > 3]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("one", WITH_OPTIONS, ids=lambda one: one.name)
-def test_the_script_of_a_timing_takes_the_words_of_the_table(one, monkeypatch):
-    words = [w.format(out="/tmp/o", all="/tmp/a", left=300, python="x") for w in one.command[3:]]
-    options = parsed(ROOT / one.command[2], words, monkeypatch)
-    assert vars(options)
+def test_the_script_of_a_timing_takes_the_words_of_the_table(one):
+    words = one.command[3:]
+    for name, value in {"{out}": "/tmp/o", "{all}": "/tmp/a", "{left}": "300"}.items():
+        words = tuple(word.replace(name, value) for word in words)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", TELLS, str(ROOT / one.command[2]), *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT / ".pythonpath")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 77, done.stderr[-1000:]
+
+
+def test_a_timing_finds_its_modules_without_being_told_where():
+    """`python -P bench/x.py` has neither its own folder nor the project's on the path."""
+    beside = {path.stem for path in (ROOT / "bench").glob("*.py")}
+    for one in JOBS:
+        if one.kind == "check":
+            continue
+        text = (ROOT / one.command[2]).read_text()
+        imported = set(re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE))
+        needed = {".pythonpath"} if "pdmesh" in imported else set()
+        needed |= {"bench"} if imported & beside else set()
+        for folder in needed:
+            assert f'ROOT / "{folder}"' in text, (one.name, folder)
 
 
 def test_marked_tests_are_all_in_a_job():
