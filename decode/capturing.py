@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pdmesh.decode.config import DecodeConfig
-from pdmesh.decode.runner import AUTO, most_drafts
+from pdmesh.decode.config import AUTO, DecodeConfig, most_drafts
 from pdmesh.model.device.model import DeviceModel
 
 

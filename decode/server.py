@@ -13,12 +13,12 @@ import msgspec
 import torch
 
 from pdmesh.decode.capturing import capture
-from pdmesh.decode.config import DecodeConfig
+from pdmesh.decode.config import DecodeConfig, step_rows
 from pdmesh.decode.limits import DecodeLimits
 from pdmesh.decode.methods import migration_methods
 from pdmesh.decode.metrics import DecodeMetrics
 from pdmesh.decode.pulling import PullingReserve
-from pdmesh.decode.runner import DecodeRunner, most_drafts
+from pdmesh.decode.runner import DecodeRunner
 from pdmesh.decode.scheduler import DecodeScheduler
 from pdmesh.decode.sequence import DecodeSequence
 from pdmesh.decode.worker import DecodeWorker
@@ -32,10 +32,10 @@ from pdmesh.kvtransfer.transports import make_dialers, make_listeners, make_page
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.parallel.serving import Ranks, computing, follow, join_ranks, rank_status
+from pdmesh.model.planning import plan_pages
 from pdmesh.model.served import (
     Placing,
     load_served_model,
-    plan_pages,
     served_grammars,
     store_dtype,
 )
@@ -89,6 +89,7 @@ async def serve_decode(config: DecodeConfig) -> None:
         config.tp,
         config.model_path if len(config.ep_ranks) > 1 else None,
         config.microbatch_rows,
+        config.random,
     )
     if ranks.follows:
         await follow(model, fmt, ranks, config.worker_id)
@@ -250,8 +251,12 @@ def _planned(config: DecodeConfig) -> DecodeConfig:
         page_size=config.page_size,
         share=config.memory_share,
         pages=config.pages,
-        rows=config.max_batch * (1 + most_drafts(config.draft_tokens)),
+        rows=step_rows(config.max_batch, config.draft_tokens),
         sequences=config.max_batch,
+        dtype=config.dtype,
+        random=config.random,
+        ranks=max(1, len(config.ep_ranks)),
+        redundant=config.redundant_experts,
     )
     if plan is not None:
         event(log, "memory planned", worker=config.worker_id, plan=plan.describe())
@@ -270,6 +275,7 @@ def _load(config: DecodeConfig) -> tuple[DeepseekV3 | DeviceModel, PageFormat]:
         arithmetic=config.arithmetic,
         progress=loading.progress,
         experts=len(config.ep_ranks) < 2,
+        random=config.random,
     )
     loading.loaded()
     return loaded
@@ -294,5 +300,5 @@ def _limits(
         growth_tokens=config.growth_tokens,
         max_waiting=config.max_waiting,
         park_bytes=config.park_mb * _MIB,
-        grammars=served_grammars(config.model_path, vocab_size),
+        grammars=served_grammars(config.tokenizer, vocab_size),
     )

@@ -23,10 +23,13 @@ from pdmesh.router.policies import DEFAULT_POLICY, POLICY_NAMES
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Arithmetic
 from pdmesh.wire.ids import PAGE_SIZE
+from pdmesh.wire.random_weights import RandomWeights
 
 T = TypeVar("T")
 
 SECTIONS = ("mesh", "model", "prefill", "decode", "router", "kvcache")
+SHIPPED_CONFIGS = ("deepseek-v3", "small")
+"""Configs without weights, for random ones; the first unless another is named."""
 EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
 PAGE_SIZES = (16, 32, 64, 128, 256, 512)
 AUTO_PAGES = 0
@@ -81,6 +84,13 @@ class ModelSection:
     path: Path | None = _plain(
         None, "Hugging Face checkpoint directory; the shipped model if unset"
     )
+    random_weights: bool = _plain(
+        False,
+        "make weights for the config.json in path, or for a shipped config, instead of reading",
+    )
+    weights_seed: int = _number(0, 0, (1 << 31) - 1, "which random weights")
+    layers: int = _number(0, 0, 1000, "layers of random weights; 0: as the config says")
+    experts: int = _number(0, 0, 4096, "routed experts of a layer of theirs; 0: as the config says")
     name: str = _plain("", "name that clients ask for; empty: the directory's name")
     dtype: str = _choice("float32", ("float32", "bfloat16"), "arithmetic and KV memory")
     arithmetic: Arithmetic = _choice(
@@ -176,13 +186,35 @@ class Topology:
 
     @property
     def model_path(self) -> Path:
-        """The checkpoint directory."""
-        return shipped_model() if self.model.path is None else self.model.path
+        """The checkpoint directory; that of a ``config.json`` where weights are random."""
+        path = self.model.path
+        if not self.model.random_weights:
+            return shipped_model() if path is None else path
+        if path is None:
+            return shipped_config(SHIPPED_CONFIGS[0])
+        named = str(path) in SHIPPED_CONFIGS and not path.is_dir()
+        return shipped_config(str(path)) if named else path
 
     @property
     def model_name(self) -> str:
         """The name that clients ask for."""
-        return self.model.name or self.model_path.resolve().name
+        ending = "-random" if self.model.random_weights else ""
+        return self.model.name or self.model_path.resolve().name + ending
+
+    @property
+    def random(self) -> RandomWeights | None:
+        """The weights that are made; None where they are read."""
+        model = self.model
+        if not model.random_weights:
+            return None
+        return RandomWeights(seed=model.weights_seed, layers=model.layers, experts=model.experts)
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The directory of the tokenizer: random weights for a bare config take the shipped one."""
+        path = self.model_path
+        bare = self.model.random_weights and not (path / "tokenizer.json").is_file()
+        return shipped_model() if bare else path
 
     @property
     def draft_tokens(self) -> int:
@@ -215,6 +247,11 @@ class Topology:
             if origin is None:
                 raise
             raise ConfigError(f"{origin}: {error}") from error
+
+
+def shipped_config(name: str) -> Path:
+    """The directory of a ``config.json`` inside this package, one of SHIPPED_CONFIGS."""
+    return Path(str(resources.files("pdmesh.model").joinpath("configs", name)))
 
 
 def shipped_model() -> Path:
@@ -274,8 +311,14 @@ def _section(kind: type[T], name: str, content: Mapping[str, object], source: st
         if key not in names:
             raise ConfigError(f"{source}: [{name}] " + _unknown("key", key, names))
         checked = _checked(_field(defaults, key), value, f"{source}: [{name}] {key}")
-        values[key] = base / checked if isinstance(checked, Path) else checked
+        values[key] = _placed(checked, base) if isinstance(checked, Path) else checked
     return dataclasses.replace(defaults, **values)  # type: ignore[type-var]  # a dataclass
+
+
+def _placed(path: Path, base: Path) -> Path:
+    """Relative to the file, unless it is the name of a shipped config and of nothing there."""
+    named = str(path) in SHIPPED_CONFIGS and not (base / path).exists()
+    return path if named else base / path
 
 
 def _field(section: Any, key: str) -> dataclasses.Field[Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from pdmesh.model.computing import ComputingModel
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.device.model import DeviceModel
-from pdmesh.model.expert_source import StoredExperts
+from pdmesh.model.expert_source import ExpertSource, StoredExperts
 from pdmesh.model.moe import Moe
 from pdmesh.model.parallel.balancer import BalanceRule
 from pdmesh.model.parallel.groups import Groups
@@ -20,10 +20,12 @@ from pdmesh.model.parallel.member import Member
 from pdmesh.model.parallel.plans import first_placement
 from pdmesh.model.parallel.spread import SpreadModel
 from pdmesh.model.parallel.virtual import Settings, VirtualRanks
+from pdmesh.model.random_weights import RandomExperts
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.logs import event
 from pdmesh.wire.messages import RankStatus
+from pdmesh.wire.random_weights import RandomWeights
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class Ranks:
         tp: consecutive ranks that share a batch's attention heads.
         path: the checkpoint that experts are read from, where the model was loaded without them.
         microbatch_rows: rows of the largest batch from which on ranks compute in two microbatches.
+        random: weights that are made; experts are made too, then, not read.
     """
 
     rank: int
@@ -55,6 +58,7 @@ class Ranks:
     tp: int = 1
     path: Path | None = None
     microbatch_rows: int = 64
+    random: RandomWeights | None = None
 
     @property
     def follows(self) -> bool:
@@ -91,7 +95,11 @@ async def join_ranks(
     placement = first_placement(layers, experts, len(place.addresses), ranks.redundant)
     rule = BalanceRule(experts + ranks.redundant) if ranks.rebalance else None
     digest = f"{fmt.fingerprint().hex()} {ranks.redundant} {ranks.tp} {ranks.microbatch_rows}"
-    source = None if ranks.path is None else StoredExperts(ranks.path, model)
+    source: ExpertSource | None = None
+    if ranks.path is not None and ranks.random is not None:
+        source = RandomExperts(ranks.random.seed, model)
+    elif ranks.path is not None:
+        source = StoredExperts(ranks.path, model)
     member = Member(model, place, placement, settings, digest, rule, source, ranks.tp)
     if ranks.follows:
         member.keep_heads()
