@@ -289,7 +289,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=2, metavar="N", help="requests after another (default: 2)")
     add("--prompt", type=int, metavar="N", help="tokens (default: 2048 on a GPU, else 128)")
     add("--output", type=int, metavar="N", help="tokens (default: 128 on a GPU, else 32)")
-    add("--chunk", type=int, default=2048, metavar="N", help="most tokens of a step of prefill")
+    add("--chunk", type=int, default=1024, metavar="N", help="most tokens of a step of prefill")
     add("--budget-s", type=float, default=480.0, metavar="S", help="for all of it (default: 480)")
     add("--seed", type=int, default=0, help="of the prompts")
     add("--json", type=Path, metavar="FILE", help="default: $OUT/gpu_mesh.json")

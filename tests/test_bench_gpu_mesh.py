@@ -87,7 +87,7 @@ def test_by_default_eight_full_width_layers_are_made_on_the_gpu(bench, tmp_path)
     assert (str(given.model), given.no_mtp, given.decode) == ("deepseek-v3", True, 1)
     (tmp_path / "mesh.toml").write_text(bench.topology(options))
     topology = load_topology(tmp_path / "mesh.toml")
-    assert (topology.decode.max_batch, topology.prefill.chunk_tokens) == (64, 2048)
+    assert (topology.decode.max_batch, topology.prefill.chunk_tokens) == (64, 1024)
     assert ("decode", "pages") not in topology.origins  # what the device has room for
     shipped = bench.parse(["--device", "cpu", "--config", "shipped"])
     assert "--random-weights" not in bench.flags(shipped)
