@@ -48,7 +48,9 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
         return {"problem": error.message}
     if plans:
         lines.append(f"{memory_of(placing.device)[0] / GB:.1f} GB are free now")
-    return {"lines": lines + remarks(this_machine(), placing.device, placing.chosen)}
+    if placing.device != "cpu":
+        lines += remarks(this_machine(), placing.device, placing.chosen)
+    return {"lines": lines}
 
 
 if __name__ == "__main__":

@@ -57,8 +57,9 @@ def plan_pages(
         ConfigError: the device cannot compute the model, or has not enough memory.
     """
     precision = placing.chosen
-    check_machine(this_machine(), placing.device, precision)
     on_cuda = torch.device(placing.device).type == "cuda"
+    if on_cuda:
+        check_machine(this_machine(), placing.device, precision)
     if not on_cuda and random is None:
         return pages or CPU_PAGES, None
     config = served_config(path, random)

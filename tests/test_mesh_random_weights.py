@@ -71,6 +71,20 @@ def other_worker(mesh, seed):
         process.wait(60)
 
 
+def joining(mesh, *flags):
+    """A decode worker that asks the router for what it has to know, as from another machine."""
+    secret = ("--secret-file", str(mesh.state_dir / "secret.key"))
+    place = ("serve", "decode", "--join", mesh.address, *secret)
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "pdmesh.launch.cli", *place, *flags],
+        env=mesh_changes.environment(mesh),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
 async def ready(mesh, name):
     async with asyncio.timeout(meshes.START_S):
         while True:
@@ -96,6 +110,9 @@ async def test_answers_are_those_of_one_process_and_a_worker_of_other_weights_ge
             formats = statuses["other"].page_format, statuses["decode-0"].page_format
             assert "seed 4" in formats[0].weights
             assert "weights is 'random, seed 4" in formats[0].difference(formats[1])
+        refused = await asyncio.to_thread(joining, mesh, "--weights-seed", "9")
+        assert refused.returncode == 2
+        assert "--weights-seed makes weights_seed 9, but the mesh to join has 3" in refused.stderr
         mesh.instances.clear()
         text = await talk(mesh)
         assert text.token_ids
