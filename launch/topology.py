@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import os
-import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pdmesh.kvcache.eviction import EvictionName
-from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS, TRANSPORTS, check_transports
+from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS, TRANSPORTS
+from pdmesh.launch.settings import check_value, shown, unknown
 from pdmesh.router.policies import DEFAULT_POLICY, POLICY_NAMES
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Arithmetic
@@ -36,7 +35,6 @@ AUTO_PAGES = 0
 """``pages = "auto"``: what the device has room for."""
 AUTO_DRAFTS = -1
 """``draft_tokens = "auto"``: as many as pay off, by what was accepted lately."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def _number(
@@ -231,7 +229,7 @@ class Topology:
             return self
         before = getattr(self, section)
         checked = {
-            key: _checked(_field(before, key), value, source) for key, value in given.items()
+            key: check_value(_field(before, key), value, source) for key, value in given.items()
         }
         origins = {**self.origins, **{(section, key): source for key in given}}
         changed: dict[str, Any] = {section: dataclasses.replace(before, **checked)}
@@ -294,9 +292,9 @@ def parse_topology(table: Mapping[str, object], source: str, base: Path) -> Topo
     origins: dict[tuple[str, str], str] = {}
     for name, content in table.items():
         if name not in known:
-            raise ConfigError(f"{source}: " + _unknown("section", name, list(known)))
+            raise ConfigError(f"{source}: " + unknown("section", name, list(known)))
         if not isinstance(content, dict):
-            raise ConfigError(f"{source}: {name} is {_shown(content)}; it must be a table [{name}]")
+            raise ConfigError(f"{source}: {name} is {shown(content)}; it must be a table [{name}]")
         section = type(known[name].default)
         sections[name] = _section(section, name, content, source, base)
         origins |= {(name, key): f"{source}: [{name}] {key}" for key in content}
@@ -309,8 +307,8 @@ def _section(kind: type[T], name: str, content: Mapping[str, object], source: st
     names = [f.name for f in dataclasses.fields(defaults)]  # type: ignore[arg-type]  # a dataclass
     for key, value in content.items():
         if key not in names:
-            raise ConfigError(f"{source}: [{name}] " + _unknown("key", key, names))
-        checked = _checked(_field(defaults, key), value, f"{source}: [{name}] {key}")
+            raise ConfigError(f"{source}: [{name}] " + unknown("key", key, names))
+        checked = check_value(_field(defaults, key), value, f"{source}: [{name}] {key}")
         values[key] = _placed(checked, base) if isinstance(checked, Path) else checked
     return dataclasses.replace(defaults, **values)  # type: ignore[type-var]  # a dataclass
 
@@ -323,84 +321,3 @@ def _placed(path: Path, base: Path) -> Path:
 
 def _field(section: Any, key: str) -> dataclasses.Field[Any]:
     return next(f for f in dataclasses.fields(section) if f.name == key)
-
-
-def _unknown(what: str, name: str, allowed: list[str]) -> str:
-    near = difflib.get_close_matches(name, allowed, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ";"
-    return f"there is no {what} {name!r}{hint} Allowed: {', '.join(allowed)}"
-
-
-def _checked(setting: dataclasses.Field[Any], value: object, source: str) -> object:
-    """The value in its right type. Raises ConfigError: ``<source> is ...; it must be ...``."""
-    kind = str(setting.type)
-    limits = setting.metadata
-    if "choices" in limits:
-        if type(value) is type(setting.default) and value in limits["choices"]:
-            return value
-        raise ConfigError(f"{source} is {_shown(value)}; it must be {_allowed(setting)}")
-    if kind == "bool" and isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value in limits.get("words", {}):
-        return limits["words"][value]
-    if kind in ("int", "float") and isinstance(value, int | float) and not isinstance(value, bool):
-        whole = kind == "float" or isinstance(value, int)
-        if whole and limits["low"] <= value <= limits["high"]:
-            return float(value) if kind == "float" else value
-    if kind == "str" and isinstance(value, str) and _string_fits(setting, value):
-        return value
-    if kind.startswith("tuple") and (names := _names(value, source)):
-        return names
-    if kind.startswith("Path") and isinstance(value, str | Path) and str(value):
-        return Path(value).expanduser()
-    raise ConfigError(f"{source} is {_shown(value)}; it must be {_allowed(setting)}")
-
-
-def _names(value: object, source: str) -> tuple[str, ...]:
-    """A list of transports, or their names with commas between; empty where it is neither."""
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-        return ()
-    names = tuple(part.strip() for part in parts)
-    try:
-        check_transports(names)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
-    return names
-
-
-def _string_fits(setting: dataclasses.Field[Any], value: str) -> bool:
-    if setting.name == "name" and setting.default:
-        return _NAME.fullmatch(value) is not None
-    return bool(value) or setting.default == ""
-
-
-def _allowed(setting: dataclasses.Field[Any]) -> str:
-    limits = setting.metadata
-    kind = str(setting.type)
-    if "choices" in limits:
-        return "one of " + ", ".join(str(choice) for choice in limits["choices"])
-    if kind in ("int", "float"):
-        what = "a whole number" if kind == "int" else "a number"
-        words = "".join(f", or {word}" for word in limits["words"])
-        return f"{what} from {limits['low']} to {limits['high']}{words}"
-    if kind == "bool":
-        return "true or false"
-    if kind.startswith("Path"):
-        return "a path, as a string"
-    if kind.startswith("tuple"):
-        return f"a list of transports, best first, of {', '.join(TRANSPORTS)}"
-    if setting.name == "name" and setting.default:
-        return "1 to 63 letters, digits, dots, dashes or underscores"
-    return "a string that is not empty" if setting.default else "a string"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, dict | list):
-        return "a table" if isinstance(value, dict) else "a list"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return str(value)
-    kind = "a string" if isinstance(value, str) else f"a {type(value).__name__}"
-    return f"{str(value)!r} ({kind})"
