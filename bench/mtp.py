@@ -26,8 +26,8 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
 from cpu_chat import QUESTIONS, encode  # noqa: E402 - the path is set above
 
-from pdmesh.decode.drafter import MAX_DRAFTS  # noqa: E402
-from pdmesh.decode.runner import AUTO, DecodeRunner  # noqa: E402
+from pdmesh.decode.config import AUTO, MAX_DRAFTS  # noqa: E402
+from pdmesh.decode.runner import DecodeRunner  # noqa: E402
 from pdmesh.decode.sequence import DecodeSequence  # noqa: E402
 from pdmesh.decode.speculate import judged  # noqa: E402
 from pdmesh.kvcache.store import LatentStore  # noqa: E402

@@ -28,7 +28,7 @@ from pdmesh.kernels.backends import PLAIN, Backends, Choice
 from pdmesh.kernels.quantised import BlockWeight, Rows
 from pdmesh.kernels.symmetric import in_process_heaps
 from pdmesh.model.config import ModelConfig
-from pdmesh.model.device.full_width import _DEEPSEEK_V3 as PUBLISHED
+from pdmesh.model.device.full_width import DEEPSEEK_V3 as PUBLISHED
 from pdmesh.model.mla import LATENT_NORM_EPS
 from pdmesh.model.parallel.nvshmem import NvshmemExperts
 from pdmesh.model.parallel.placement import Placement

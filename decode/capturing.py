@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pdmesh.decode.config import DecodeConfig
-from pdmesh.decode.runner import AUTO, most_drafts
+from pdmesh.decode.config import AUTO, DecodeConfig, most_drafts
 from pdmesh.model.device.graphs import cuda_capture
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.rank import DeviceRank

@@ -9,6 +9,21 @@ from pdmesh.kvcache.eviction import EvictionName
 from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS
 from pdmesh.wire.hashes import Arithmetic
 from pdmesh.wire.ids import PAGE_SIZE
+from pdmesh.wire.random_weights import RandomWeights
+
+AUTO = -1
+"""``draft_tokens``: as many as pay off."""
+MAX_DRAFTS = 4
+
+
+def most_drafts(draft_tokens: int) -> int:
+    """Drafts that a sequence may get in a step."""
+    return MAX_DRAFTS if draft_tokens == AUTO else draft_tokens
+
+
+def step_rows(max_batch: int, draft_tokens: int) -> int:
+    """Rows of the largest step."""
+    return max_batch * (1 + most_drafts(draft_tokens))
 
 
 @dataclass(frozen=True)
@@ -22,6 +37,8 @@ class DecodeConfig:
     may generate; ``park_mb`` the MiB of host memory for pages of preempted sequences;
     ``max_waiting`` how many reservations may wait for pages; ``port`` 0 lets the system choose;
     ``metrics_port`` 0 means no Prometheus endpoint;
+    ``random`` are weights to make for the ``config.json`` in ``model_path`` instead of reading
+    them; ``tokenizer_path`` is the folder of the tokenizer, None: ``model_path``;
     ``device``, ``precision`` and ``latents`` are those of `Placing`; ``memory_share`` is the part
     of a device's memory that is this worker's, and ``pages`` 0 takes what there is room for;
     ``step_timeout_s`` how long a step may take before the worker leaves, 0: a minute on a CUDA
@@ -46,6 +63,8 @@ class DecodeConfig:
     secret_file: Path
     model_path: Path
     model_name: str
+    random: RandomWeights | None = None
+    tokenizer_path: Path | None = None
     host: str = "127.0.0.1"
     port: int = 0
     transfer_host: str = "127.0.0.1"
@@ -80,3 +99,8 @@ class DecodeConfig:
     rebalance: bool = True
     microbatch_rows: int = 64
     virtual_ranks: int = 1
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder of the tokenizer."""
+        return self.tokenizer_path or self.model_path

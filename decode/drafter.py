@@ -22,8 +22,6 @@ from pdmesh.model.computing import ComputingModel
 from pdmesh.model.sampler import SamplingState
 from pdmesh.model.tree import TokenTree
 
-MAX_DRAFTS = 4
-
 
 @dataclass
 class SequenceRows:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pdmesh.decode.config import AUTO, MAX_DRAFTS
 from pdmesh.decode.draft import DraftPolicy
-from pdmesh.decode.drafter import MAX_DRAFTS, Drafter, MtpDrafter, SequenceRows, due
+from pdmesh.decode.drafter import Drafter, MtpDrafter, SequenceRows, due
 from pdmesh.decode.speculate import Accepted, accept, judged
 from pdmesh.kernels.page_copy import move_latents
 from pdmesh.kvcache.store import LatentStore
@@ -25,14 +26,6 @@ from pdmesh.model.computing import ComputingModel
 from pdmesh.model.sampler import Choice, sample
 from pdmesh.model.tree import TokenTree
 from pdmesh.wire.messages import TokenLogprobs
-
-AUTO = -1
-"""``draft_tokens`` that a ``DraftPolicy`` chooses for each step."""
-
-
-def most_drafts(draft_tokens: int) -> int:
-    """Drafts that a sequence may get in a step."""
-    return MAX_DRAFTS if draft_tokens == AUTO else draft_tokens
 
 
 @dataclass

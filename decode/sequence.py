@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pdmesh.decode.drafter import MAX_DRAFTS, SequenceRows
+from pdmesh.decode.config import MAX_DRAFTS
+from pdmesh.decode.drafter import SequenceRows
 from pdmesh.decode.lease import LeaseEntry
 from pdmesh.decode.runner import StepRows
 from pdmesh.decode.speculate import Accepted

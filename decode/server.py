@@ -13,12 +13,12 @@ import msgspec
 import torch
 
 from pdmesh.decode.capturing import capture, capture_rank
-from pdmesh.decode.config import DecodeConfig
+from pdmesh.decode.config import DecodeConfig, step_rows
 from pdmesh.decode.limits import DecodeLimits
 from pdmesh.decode.methods import migration_methods
 from pdmesh.decode.metrics import DecodeMetrics
 from pdmesh.decode.pulling import PullingReserve
-from pdmesh.decode.runner import DecodeRunner, most_drafts
+from pdmesh.decode.runner import DecodeRunner
 from pdmesh.decode.scheduler import DecodeScheduler
 from pdmesh.decode.sequence import DecodeSequence
 from pdmesh.decode.worker import DecodeWorker
@@ -29,16 +29,16 @@ from pdmesh.kvtransfer.pull_exchange import PrefixExchange
 from pdmesh.kvtransfer.receiver import TransferReceiver
 from pdmesh.kvtransfer.sender import TransferSender
 from pdmesh.kvtransfer.transports import make_dialers, make_listeners, make_page_transports
-from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.spread import Spread
 from pdmesh.model.parallel.device_heap import check_nvshmem
 from pdmesh.model.parallel.serving import Ranks, computing, follow, join_ranks, rank_status
+from pdmesh.model.planning import plan_pages
+from pdmesh.model.random_weights import served_config
 from pdmesh.model.served import (
     Placing,
     load_served_model,
-    plan_pages,
     served_grammars,
     store_dtype,
 )
@@ -81,7 +81,7 @@ async def serve_decode(config: DecodeConfig) -> None:
     secret = read_secret(config.secret_file)
     ranks = _ranks(config)
     spread = _spread(config, ranks)
-    config = _planned(config, spread)
+    config = _planned(config)
     model, fmt = _load(config, spread)
     if ranks.follows:
         await follow(model, fmt, ranks, config.worker_id)
@@ -240,11 +240,6 @@ def _placing(config: DecodeConfig) -> Placing:
     return Placing(config.device, config.precision, config.latents)
 
 
-def _rows(config: DecodeConfig) -> int:
-    """Of the largest step."""
-    return config.max_batch * (1 + most_drafts(config.draft_tokens))
-
-
 def _ranks(config: DecodeConfig) -> Ranks:
     return Ranks(
         config.ep_rank,
@@ -257,7 +252,8 @@ def _ranks(config: DecodeConfig) -> Ranks:
         config.tp,
         config.model_path if len(config.ep_ranks) > 1 else None,
         config.microbatch_rows,
-        _rows(config),
+        step_rows(config.max_batch, config.draft_tokens),
+        config.random,
     )
 
 
@@ -265,13 +261,13 @@ def _spread(config: DecodeConfig, ranks: Ranks) -> Spread | None:
     """The worker's part of a model in FP8, before anything is loaded."""
     if _placing(config).chosen != "fp8":
         return None
-    spread = ranks.spread(ModelConfig.from_path(config.model_path), config.mtp)
+    spread = ranks.spread(served_config(config.model_path, config.random), config.mtp)
     if spread is not None and config.device.startswith("cuda"):
         check_nvshmem()
     return spread
 
 
-def _planned(config: DecodeConfig, spread: Spread | None) -> DecodeConfig:
+def _planned(config: DecodeConfig) -> DecodeConfig:
     """The config with the number of pages that there is room for."""
     pages, plan = plan_pages(
         config.model_path,
@@ -280,9 +276,13 @@ def _planned(config: DecodeConfig, spread: Spread | None) -> DecodeConfig:
         page_size=config.page_size,
         share=config.memory_share,
         pages=config.pages,
-        rows=_rows(config),
+        rows=step_rows(config.max_batch, config.draft_tokens),
         sequences=config.max_batch,
-        spread=spread,
+        dtype=config.dtype,
+        random=config.random,
+        ranks=max(1, len(config.ep_ranks)),
+        redundant=config.redundant_experts,
+        threshold=config.microbatch_rows,
     )
     if plan is not None:
         event(log, "memory planned", worker=config.worker_id, plan=plan.describe())
@@ -304,6 +304,7 @@ def _load(
         progress=loading.progress,
         experts=len(config.ep_ranks) < 2,
         spread=spread,
+        random=config.random,
     )
     loading.loaded()
     return loaded
@@ -328,5 +329,5 @@ def _limits(
         growth_tokens=config.growth_tokens,
         max_waiting=config.max_waiting,
         park_bytes=config.park_mb * _MIB,
-        grammars=served_grammars(config.model_path, vocab_size),
+        grammars=served_grammars(config.tokenizer, vocab_size),
     )

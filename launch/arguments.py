@@ -45,6 +45,8 @@ examples:
   pdmesh up --decode 4 --port 9000            four decode workers, on port 9000
   pdmesh up --model ./DeepSeek-V3-tiny        another checkpoint (Hugging Face directory)
   pdmesh up --redis redis://10.0.0.5:6379     a store of your own instead of the embedded one
+  pdmesh up --device cuda --random-weights --layers 8 --decode 1 --no-mtp
+                                              full-width DeepSeek-V3 layers without a checkpoint
   pdmesh up --topology mesh.toml              everything from a file
 """
 _CHAT = """\
@@ -211,8 +213,28 @@ def _add_up(up: argparse.ArgumentParser) -> None:
     up.add_argument("--prompt", metavar="TEXT", help="print one answer and stop everything")
 
 
+def _add_random(parser: argparse.ArgumentParser) -> None:
+    """Weights that no file holds; all processes of a mesh must agree on them too."""
+    parser.add_argument(
+        "--random-weights",
+        action="store_true",
+        help="make weights instead of reading them: for the config.json in --model DIR, or for "
+        "--model deepseek-v3 (default) or small",
+    )
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="random weights: so many layers, MTP's besides"
+    )
+    parser.add_argument(
+        "--experts", type=int, metavar="N", help="random weights: routed experts of a layer"
+    )
+    parser.add_argument(
+        "--weights-seed", type=int, metavar="N", help="random weights: which (default: 0)"
+    )
+
+
 def _add_mode(parser: argparse.ArgumentParser) -> None:
     """What all processes of a mesh must agree on besides the checkpoint."""
+    _add_random(parser)
     parser.add_argument(
         "--arithmetic",
         metavar="MODE",
@@ -360,6 +382,8 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     doctor.add_argument("--model", type=Path, metavar="DIR", help="checkpoint (default: shipped)")
     doctor.add_argument("--device", help="cpu, cuda or cuda:N (default: the best there is)")
     doctor.add_argument("--latents", metavar="P", help="in the pages: plain (default) or fp8")
+    doctor.add_argument("--precision", metavar="P", help="plain, fp8 or auto (default)")
+    _add_random(doctor)
     doctor.add_argument("--redis", metavar="URL", help="look at this store (default: embedded)")
 
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pdmesh.launch.ports import refusal
-from pdmesh.launch.topology import DecodeSection, PrefillSection, Topology
+from pdmesh.launch.random_weights import check_random, config_with
+from pdmesh.launch.topology import SHIPPED_CONFIGS, DecodeSection, PrefillSection, Topology
 from pdmesh.wire.errors import ConfigError
 
 _ANYWHERE = ("0.0.0.0", "::", "[::]")
@@ -28,8 +29,17 @@ def check_host(host: str) -> None:
         )
 
 
-def check_model(path: Path) -> None:
-    """Raises ConfigError if ``path`` cannot be a checkpoint directory."""
+def check_model(path: Path, weights: bool = False) -> None:
+    """Raises ConfigError if ``path`` cannot be a checkpoint directory.
+
+    Args:
+        weights: whether it has to hold weights.
+    """
+    if str(path) in SHIPPED_CONFIGS and not path.exists():
+        raise ConfigError(
+            f"{path} is a config without weights, and there is no directory of that name; add "
+            "--random-weights, or give a Hugging Face checkpoint directory"
+        )
     if not path.exists():
         raise ConfigError(
             f"the model directory {path} does not exist; give a Hugging Face checkpoint directory"
@@ -45,6 +55,11 @@ def check_model(path: Path) -> None:
             f"the model directory {path} holds no config.json; give a Hugging Face checkpoint "
             "directory of a DeepSeek-V3-type model"
         )
+    if weights and not any(path.glob("*.safetensors*")):
+        raise ConfigError(
+            f"the model directory {path} holds a config.json and no weights (*.safetensors); fetch "
+            "them, or add --random-weights to make some up"
+        )
 
 
 def check_together(topology: Topology) -> None:
@@ -53,8 +68,9 @@ def check_together(topology: Topology) -> None:
     Raises:
         ConfigError: one sentence with the fix.
     """
-    config = _config(topology.model_path)
-    _check_device(topology, config)
+    config = config_with(topology, model_fields(topology.model_path))
+    check_random(topology)
+    check_device(topology, config)
     _check_drafts(topology, config)
     _check_page(topology, config)
     _check_eviction(topology)
@@ -65,7 +81,8 @@ def check_together(topology: Topology) -> None:
             raise ConfigError(f"port {port} is the public one; give the metrics another")
 
 
-def _check_device(topology: Topology, config: Mapping[str, object]) -> None:
+def check_device(topology: Topology, config: Mapping[str, object]) -> None:
+    """Raises ConfigError for a device, precision or latents that do not go with the rest."""
     model = topology.model
     if not re.fullmatch(r"cpu|cuda|cuda:\d+(,cuda:\d+)*", model.device):
         with topology.blamed("model", "device"):
@@ -82,7 +99,9 @@ def _check_device(topology: Topology, config: Mapping[str, object]) -> None:
     fp8 = model.precision == "fp8" or (model.precision == "auto" and model.device != "cpu")
     if model.latents == "fp8" and not fp8:
         with topology.blamed("model", "latents"):
-            raise ConfigError("FP8 latents go with FP8 precision; add --precision fp8")
+            raise ConfigError(
+                "FP8 latents go with FP8 precision; add --precision fp8, or leave latents plain"
+            )
     if not fp8:
         return
     if model.arithmetic == "exact":
@@ -91,16 +110,17 @@ def _check_device(topology: Topology, config: Mapping[str, object]) -> None:
                 "exact arithmetic gives a row the same bits in any batch, which FP8 products do "
                 "not; use fast arithmetic, or --precision plain"
             )
+    why = "--precision fp8" if model.precision == "fp8" else f"fp8 is what {model.device} computes"
     refused = (
         ("prefill", "ep", "prefill workers in fp8 compute with all experts"),
         ("prefill", "virtual_ranks", "virtual ranks compute in plain precision, not in fp8"),
         ("decode", "virtual_ranks", "virtual ranks compute in plain precision, not in fp8"),
         ("decode", "tp", "ranks in fp8 have all attention heads"),
     )
-    for role, key, why in refused:
+    for role, key, what in refused:
         if getattr(getattr(topology, role), key) > 1:
             with topology.blamed(role, key):
-                raise ConfigError(f"{why}; leave it at 1, or add --precision plain")
+                raise ConfigError(f"{what} ({why}); leave it at 1, or add --precision plain")
     hidden = config.get("hidden_size")
     if topology.decode.ep > 1 and isinstance(hidden, int) and hidden % 128:
         with topology.blamed("decode", "ep"):
@@ -208,7 +228,7 @@ def _check_shares(
         )
 
 
-def _config(model_path: Path) -> Mapping[str, object]:
+def model_fields(model_path: Path) -> Mapping[str, object]:
     """The checkpoint's config.json; empty where it cannot be read, which others complain about."""
     try:
         config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))

@@ -7,8 +7,9 @@ import asyncio
 import sys
 from importlib import metadata
 
-from pdmesh.launch.checks import check_model
-from pdmesh.launch.topology import shipped_model
+from pdmesh.launch.checks import check_device, check_model, model_fields
+from pdmesh.launch.random_weights import check_random, config_with, random_weights
+from pdmesh.launch.topology import Topology
 from pdmesh.wire.errors import ConfigError, PdmeshError
 
 _OK, _WRONG = 0, 2
@@ -67,9 +68,18 @@ def _store(url: str | None) -> list[str]:
 def _device(arguments: argparse.Namespace) -> list[str]:
     from pdmesh.model.device.report import device_report
 
-    path = arguments.model or shipped_model()
-    check_model(path)
-    return device_report(path, arguments.device, arguments.latents)
+    topology = random_weights(
+        Topology().changed("model", "--model", path=arguments.model), arguments
+    )
+    for key in ("device", "precision", "latents"):
+        topology = topology.changed("model", f"--{key}", **{key: getattr(arguments, key)})
+    check_random(topology)
+    check_model(topology.model_path)
+    check_device(topology, config_with(topology, model_fields(topology.model_path)))
+    model = topology.model
+    return device_report(
+        topology.model_path, arguments.device, model.latents, model.precision, topology.random
+    )
 
 
 def _pages(arguments: argparse.Namespace) -> list[str]:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import msgspec
+
 from pdmesh.launch.ports import refusal
 from pdmesh.launch.runtime import find_mesh
-from pdmesh.launch.topology import Topology, shipped_model
+from pdmesh.launch.topology import SHIPPED_CONFIGS, Topology, shipped_model
 from pdmesh.wire.control import JoinInfo, JoinRequest, join_proof
 from pdmesh.wire.errors import ConfigError, PdmeshError, Unavailable
 from pdmesh.wire.rpc import Client
@@ -27,6 +29,10 @@ _FLAGS: Mapping[tuple[str, str], str] = {
     ("model", "arithmetic"): "--arithmetic",
     ("model", "page_size"): "--page-size",
     ("model", "mtp"): "--no-mtp",
+    ("model", "random_weights"): "--random-weights",
+    ("model", "weights_seed"): "--weights-seed",
+    ("model", "layers"): "--layers",
+    ("model", "experts"): "--experts",
 }
 """What a worker cannot choose for itself, and the flag for it."""
 
@@ -57,12 +63,25 @@ def joined(
         )
     info = asyncio.run(_asked(address, role, read_secret(secret_file)))
     _check_reachable(info, address)
-    if model is None and info.model_name != shipped_model().name:
+    if model is None and info.random is not None:
+        info = msgspec.structs.replace(info, model_path=_config_of(info.model_name))
+    elif model is None and info.model_name != shipped_model().name:
         raise ConfigError(
             f"the mesh serves {info.model_name!r}, which is not the shipped model; add --model DIR "
             "with its checkpoint"
         )
     return _settled(topology, info, host=_own_host(address))
+
+
+def _config_of(model_name: str) -> str:
+    """The name of the shipped config that a mesh of random weights seems to have."""
+    name = model_name.removesuffix("-random")
+    if name not in SHIPPED_CONFIGS:
+        raise ConfigError(
+            f"the mesh serves random weights as {model_name!r}, for no shipped config; add "
+            "--model DIR with its config.json"
+        )
+    return name
 
 
 def check_joined(before: Topology, after: Topology) -> None:
@@ -147,6 +166,9 @@ def _settled(topology: Topology, info: JoinInfo, host: str | None = None) -> Top
             "path": info.model_path or None,
         },
     }
+    if (random := info.random) is not None:
+        values["model"] |= {"random_weights": True, "weights_seed": random.seed}
+        values["model"] |= {"layers": random.layers, "experts": random.experts}
     for section, given in values.items():
         topology = topology.changed(section, SOURCE, **given)
     return topology

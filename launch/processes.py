@@ -154,9 +154,14 @@ def _decode_arguments(topology: Topology) -> tuple[str, ...]:
 
 def _shared_arguments(topology: Topology, secret: Path) -> tuple[str, ...]:
     mtp = () if topology.model.mtp else ("--no-mtp",)
+    made = topology.random
+    random: tuple[str, ...] = ()
+    if made is not None:
+        random = ("--random-weights", "--weights-seed", str(made.seed))
+        random += ("--layers", str(made.layers), "--experts", str(made.experts))
     return (
         *("--mesh", topology.mesh.name, "--host", topology.mesh.host),
-        *("--secret-file", str(secret), "--model", str(topology.model_path)),
+        *("--secret-file", str(secret), "--model", str(topology.model_path), *random),
         *("--model-name", topology.model_name, "--dtype", topology.model.dtype, *mtp),
         *("--arithmetic", topology.model.arithmetic),
         *("--page-size", str(topology.model.page_size)),

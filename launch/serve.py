@@ -16,6 +16,7 @@ from typing import Any
 from pdmesh.launch.checks import check_host, check_model, check_together
 from pdmesh.launch.join import check_joined, joined
 from pdmesh.launch.processes import REDIS_VARIABLE
+from pdmesh.launch.random_weights import random_weights
 from pdmesh.launch.ranks import check_hosts, check_rank, parse_addresses
 from pdmesh.launch.topology import Topology, cores, load_topology
 from pdmesh.registry.address import check_url
@@ -70,6 +71,7 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("model", "--model-name", name=a.model_name)
     topology = topology.changed("model", "--dtype", dtype=a.dtype)
     topology = topology.changed("model", "--no-mtp", mtp=False if a.no_mtp else None)
+    topology = random_weights(topology, a)
     topology = topology.changed("model", "--arithmetic", arithmetic=a.arithmetic)
     topology = topology.changed("model", "--page-size", page_size=a.page_size)
     topology = topology.changed("model", "--device", device=a.device)
@@ -134,7 +136,9 @@ def _check(topology: Topology, role: str) -> None:
         with topology.blamed("mesh", "host"):
             check_host(mesh.host)
     with topology.blamed("model", "path"):
-        check_model(topology.model_path)
+        check_model(
+            topology.model_path, weights=role != "router" and not topology.model.random_weights
+        )
     check_together(topology)
     with topology.blamed("mesh", "secret_file"):
         read_secret(mesh.secret_file)
@@ -148,6 +152,8 @@ def _shared(topology: Topology, ranks: bool) -> dict[str, Any]:
         "secret_file": mesh.secret_file,
         "model_path": topology.model_path,
         "model_name": topology.model_name,
+        "random": topology.random,
+        "tokenizer_path": topology.tokenizer_path,
         "host": mesh.host,
         "transfer_host": mesh.host,
         "dtype": model.dtype,
@@ -285,6 +291,8 @@ def _router(
             admin_port=admin_port,
             admin_file=admin_file,
             lease_ttl_s=mesh.lease_ttl_s,
+            random=topology.random,
+            tokenizer_path=topology.tokenizer_path,
         )
     )
 

@@ -161,6 +161,7 @@ class Supervisor:
             page_size=model.page_size,
             mtp=model.mtp,
             lease_ttl_s=mesh.lease_ttl_s,
+            random=self._plan.topology.random,
             model_path=str(self._plan.topology.model_path.absolute()),
             secret_file=str(self._secret.absolute()),
         )

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import os
-import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,22 +16,25 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pdmesh.kvcache.eviction import EvictionName
-from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS, TRANSPORTS, check_transports
+from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS, TRANSPORTS
+from pdmesh.launch.settings import check_value, shown, unknown
 from pdmesh.router.policies import DEFAULT_POLICY, POLICY_NAMES
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Arithmetic
 from pdmesh.wire.ids import PAGE_SIZE
+from pdmesh.wire.random_weights import RandomWeights
 
 T = TypeVar("T")
 
 SECTIONS = ("mesh", "model", "prefill", "decode", "router", "kvcache")
+SHIPPED_CONFIGS = ("deepseek-v3", "small")
+"""Configs without weights, for random ones; the first unless another is named."""
 EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
 PAGE_SIZES = (16, 32, 64, 128, 256, 512)
 AUTO_PAGES = 0
 """``pages = "auto"``: what the device has room for."""
 AUTO_DRAFTS = -1
 """``draft_tokens = "auto"``: as many as pay off, by what was accepted lately."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def _number(
@@ -81,6 +82,13 @@ class ModelSection:
     path: Path | None = _plain(
         None, "Hugging Face checkpoint directory; the shipped model if unset"
     )
+    random_weights: bool = _plain(
+        False,
+        "make weights for the config.json in path, or for a shipped config, instead of reading",
+    )
+    weights_seed: int = _number(0, 0, (1 << 31) - 1, "which random weights")
+    layers: int = _number(0, 0, 1000, "layers of random weights; 0: as the config says")
+    experts: int = _number(0, 0, 4096, "routed experts of a layer of theirs; 0: as the config says")
     name: str = _plain("", "name that clients ask for; empty: the directory's name")
     dtype: str = _choice("float32", ("float32", "bfloat16"), "arithmetic and KV memory")
     arithmetic: Arithmetic = _choice(
@@ -176,13 +184,35 @@ class Topology:
 
     @property
     def model_path(self) -> Path:
-        """The checkpoint directory."""
-        return shipped_model() if self.model.path is None else self.model.path
+        """The checkpoint directory; that of a ``config.json`` where weights are random."""
+        path = self.model.path
+        if not self.model.random_weights:
+            return shipped_model() if path is None else path
+        if path is None:
+            return shipped_config(SHIPPED_CONFIGS[0])
+        named = str(path) in SHIPPED_CONFIGS and not path.is_dir()
+        return shipped_config(str(path)) if named else path
 
     @property
     def model_name(self) -> str:
         """The name that clients ask for."""
-        return self.model.name or self.model_path.resolve().name
+        ending = "-random" if self.model.random_weights else ""
+        return self.model.name or self.model_path.resolve().name + ending
+
+    @property
+    def random(self) -> RandomWeights | None:
+        """The weights that are made; None where they are read."""
+        model = self.model
+        if not model.random_weights:
+            return None
+        return RandomWeights(seed=model.weights_seed, layers=model.layers, experts=model.experts)
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The directory of the tokenizer: random weights for a bare config take the shipped one."""
+        path = self.model_path
+        bare = self.model.random_weights and not (path / "tokenizer.json").is_file()
+        return shipped_model() if bare else path
 
     @property
     def draft_tokens(self) -> int:
@@ -199,7 +229,7 @@ class Topology:
             return self
         before = getattr(self, section)
         checked = {
-            key: _checked(_field(before, key), value, source) for key, value in given.items()
+            key: check_value(_field(before, key), value, source) for key, value in given.items()
         }
         origins = {**self.origins, **{(section, key): source for key in given}}
         changed: dict[str, Any] = {section: dataclasses.replace(before, **checked)}
@@ -215,6 +245,11 @@ class Topology:
             if origin is None:
                 raise
             raise ConfigError(f"{origin}: {error}") from error
+
+
+def shipped_config(name: str) -> Path:
+    """The directory of a ``config.json`` inside this package, one of SHIPPED_CONFIGS."""
+    return Path(str(resources.files("pdmesh.model").joinpath("configs", name)))
 
 
 def shipped_model() -> Path:
@@ -257,9 +292,9 @@ def parse_topology(table: Mapping[str, object], source: str, base: Path) -> Topo
     origins: dict[tuple[str, str], str] = {}
     for name, content in table.items():
         if name not in known:
-            raise ConfigError(f"{source}: " + _unknown("section", name, list(known)))
+            raise ConfigError(f"{source}: " + unknown("section", name, list(known)))
         if not isinstance(content, dict):
-            raise ConfigError(f"{source}: {name} is {_shown(content)}; it must be a table [{name}]")
+            raise ConfigError(f"{source}: {name} is {shown(content)}; it must be a table [{name}]")
         section = type(known[name].default)
         sections[name] = _section(section, name, content, source, base)
         origins |= {(name, key): f"{source}: [{name}] {key}" for key in content}
@@ -272,92 +307,17 @@ def _section(kind: type[T], name: str, content: Mapping[str, object], source: st
     names = [f.name for f in dataclasses.fields(defaults)]  # type: ignore[arg-type]  # a dataclass
     for key, value in content.items():
         if key not in names:
-            raise ConfigError(f"{source}: [{name}] " + _unknown("key", key, names))
-        checked = _checked(_field(defaults, key), value, f"{source}: [{name}] {key}")
-        values[key] = base / checked if isinstance(checked, Path) else checked
+            raise ConfigError(f"{source}: [{name}] " + unknown("key", key, names))
+        checked = check_value(_field(defaults, key), value, f"{source}: [{name}] {key}")
+        values[key] = _placed(checked, base) if isinstance(checked, Path) else checked
     return dataclasses.replace(defaults, **values)  # type: ignore[type-var]  # a dataclass
+
+
+def _placed(path: Path, base: Path) -> Path:
+    """Relative to the file, unless it is the name of a shipped config and of nothing there."""
+    named = str(path) in SHIPPED_CONFIGS and not (base / path).exists()
+    return path if named else base / path
 
 
 def _field(section: Any, key: str) -> dataclasses.Field[Any]:
     return next(f for f in dataclasses.fields(section) if f.name == key)
-
-
-def _unknown(what: str, name: str, allowed: list[str]) -> str:
-    near = difflib.get_close_matches(name, allowed, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ";"
-    return f"there is no {what} {name!r}{hint} Allowed: {', '.join(allowed)}"
-
-
-def _checked(setting: dataclasses.Field[Any], value: object, source: str) -> object:
-    """The value in its right type. Raises ConfigError: ``<source> is ...; it must be ...``."""
-    kind = str(setting.type)
-    limits = setting.metadata
-    if "choices" in limits:
-        if type(value) is type(setting.default) and value in limits["choices"]:
-            return value
-        raise ConfigError(f"{source} is {_shown(value)}; it must be {_allowed(setting)}")
-    if kind == "bool" and isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value in limits.get("words", {}):
-        return limits["words"][value]
-    if kind in ("int", "float") and isinstance(value, int | float) and not isinstance(value, bool):
-        whole = kind == "float" or isinstance(value, int)
-        if whole and limits["low"] <= value <= limits["high"]:
-            return float(value) if kind == "float" else value
-    if kind == "str" and isinstance(value, str) and _string_fits(setting, value):
-        return value
-    if kind.startswith("tuple") and (names := _names(value, source)):
-        return names
-    if kind.startswith("Path") and isinstance(value, str | Path) and str(value):
-        return Path(value).expanduser()
-    raise ConfigError(f"{source} is {_shown(value)}; it must be {_allowed(setting)}")
-
-
-def _names(value: object, source: str) -> tuple[str, ...]:
-    """A list of transports, or their names with commas between; empty where it is neither."""
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-        return ()
-    names = tuple(part.strip() for part in parts)
-    try:
-        check_transports(names)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
-    return names
-
-
-def _string_fits(setting: dataclasses.Field[Any], value: str) -> bool:
-    if setting.name == "name" and setting.default:
-        return _NAME.fullmatch(value) is not None
-    return bool(value) or setting.default == ""
-
-
-def _allowed(setting: dataclasses.Field[Any]) -> str:
-    limits = setting.metadata
-    kind = str(setting.type)
-    if "choices" in limits:
-        return "one of " + ", ".join(str(choice) for choice in limits["choices"])
-    if kind in ("int", "float"):
-        what = "a whole number" if kind == "int" else "a number"
-        words = "".join(f", or {word}" for word in limits["words"])
-        return f"{what} from {limits['low']} to {limits['high']}{words}"
-    if kind == "bool":
-        return "true or false"
-    if kind.startswith("Path"):
-        return "a path, as a string"
-    if kind.startswith("tuple"):
-        return f"a list of transports, best first, of {', '.join(TRANSPORTS)}"
-    if setting.name == "name" and setting.default:
-        return "1 to 63 letters, digits, dots, dashes or underscores"
-    return "a string that is not empty" if setting.default else "a string"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, dict | list):
-        return "a table" if isinstance(value, dict) else "a list"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return str(value)
-    kind = "a string" if isinstance(value, str) else f"a {type(value).__name__}"
-    return f"{str(value)!r} ({kind})"

@@ -13,8 +13,10 @@ from dataclasses import replace
 
 from pdmesh.launch.checks import check_host, check_model, check_together
 from pdmesh.launch.crew import Plan, say
+from pdmesh.launch.machine import check_machine
 from pdmesh.launch.ports import claim_port, claim_ports
 from pdmesh.launch.processes import command, environment, router_name
+from pdmesh.launch.random_weights import random_weights
 from pdmesh.launch.ranks import whole_groups
 from pdmesh.launch.runtime import claim
 from pdmesh.launch.supervisor import Supervisor
@@ -28,10 +30,12 @@ def up(arguments: argparse.Namespace) -> int:
     """Starts a mesh, keeps it up until it is stopped, and ends all of it."""
     topology = _settings(arguments)
     with topology.blamed("model", "path"):
-        check_model(topology.model_path)
+        check_model(topology.model_path, weights=not topology.model.random_weights)
     with topology.blamed("mesh", "host"):
         check_host(topology.mesh.host)
     check_together(topology)
+    for line in check_machine(topology):
+        say(f"pdmesh: {line}")
     name, default = topology.mesh.name, Topology().mesh.name
     explicit = name != default or arguments.name is not None
     with claim(name, explicit) as (taken, run_dir), _ports(topology) as (ports, metrics):
@@ -89,6 +93,7 @@ def _settings(arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("mesh", "--transports", transports=a.transports)
     topology = topology.changed("model", "--model", path=a.model)
     topology = topology.changed("model", "--no-mtp", mtp=False if a.no_mtp else None)
+    topology = random_weights(topology, a)
     topology = topology.changed("model", "--arithmetic", arithmetic=a.arithmetic)
     topology = topology.changed("model", "--page-size", page_size=a.page_size)
     topology = topology.changed("model", "--device", device=a.device)

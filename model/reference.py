@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pdmesh.model.batch import Batch, Form, SequenceSlice
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.grammar import Grammar
 from pdmesh.model.sampler import SamplingState, sample
 from pdmesh.wire.hashes import Arithmetic
@@ -17,7 +18,7 @@ from pdmesh.wire.sampling import SamplingParams
 
 @torch.inference_mode()
 def generate_reference(
-    model: DeepseekV3,
+    model: DeepseekV3 | DeviceModel,
     prompt: Sequence[int],
     max_new_tokens: int,
     eos: Collection[int] = (),
@@ -63,7 +64,7 @@ class _Run:
 
     def __init__(
         self,
-        model: DeepseekV3,
+        model: DeepseekV3 | DeviceModel,
         prompt: Sequence[int],
         max_new_tokens: int,
         state: SamplingState,
@@ -107,7 +108,7 @@ class _Run:
         return Batch.build([item], [tokens], self.page_size, self.model.device)
 
     def hidden(self, tokens: Sequence[int], start: int, form: Form) -> Tensor:
-        hidden: Tensor = self.model(self.batch(tokens, start), self.latents, form)
+        hidden: Tensor = self.model.forward(self.batch(tokens, start), self.latents, form)
         return hidden
 
     def guess(self, previous: Tensor, start: int, end: int, form: Form) -> int:

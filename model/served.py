@@ -9,18 +9,16 @@ import torch
 
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
-from pdmesh.model.device.memory import MemoryPlan, plan_memory, step_bytes, weight_bytes
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.spread import Spread
 from pdmesh.model.grammar import Grammars
 from pdmesh.model.page_format import page_format
+from pdmesh.model.random_weights import random_model, served_config, served_fingerprint
 from pdmesh.model.rows_check import check_rows
-from pdmesh.model.weights import Progress, fingerprint, load_model
+from pdmesh.model.weights import Progress, load_model
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Arithmetic, PageFormat, Precision
-
-CPU_PAGES = 256
-"""Pages of a worker on a CPU that was told to choose."""
+from pdmesh.wire.random_weights import RandomWeights
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,9 @@ def load_served_model(
     progress: Progress,
     experts: bool = True,
     spread: Spread | None = None,
+    random: RandomWeights | None = None,
 ) -> tuple[DeepseekV3 | DeviceModel, PageFormat]:
-    """Loads a checkpoint and warns if rows vary on this processor.
+    """Loads a checkpoint, or makes random weights, and warns if rows vary on this processor.
 
     Args:
         path: checkpoint directory.
@@ -75,24 +74,30 @@ def load_served_model(
         arithmetic: "fast" or "exact".
         progress, experts: as in `load_model`.
         spread: in FP8, the rank that this worker is.
+        random: weights to make instead of reading them; then `path` holds a `config.json` at least.
 
     Raises:
         ConfigError: the checkpoint cannot be served, or not so.
     """
     precision = placing.chosen
-    _check(placing, arithmetic, ModelConfig.from_path(path))
+    config = served_config(path, random)
+    _check(placing, arithmetic, config)
     model: DeepseekV3 | DeviceModel
     if precision == "fp8":
         dtype = "bfloat16"
         latent_bytes = 1 if placing.packed else 2
         held = None if spread is None else spread.held
-        model = DeviceModel.load(path, placing.device, mtp, progress, page_size, latent_bytes, held)
-    else:
-        model = load_model(
-            path, getattr(torch, dtype), torch.device(placing.device), mtp, progress, experts
+        model = DeviceModel.load(
+            path, placing.device, mtp, progress, page_size, latent_bytes, held, random
         )
+    else:
+        rest = (getattr(torch, dtype), torch.device(placing.device), mtp, progress, experts)
+        if random is None:
+            model = load_model(path, *rest)
+        else:
+            model = random_model(config, random.seed, *rest)
         check_rows(model)
-    weights = fingerprint(path)
+    weights = served_fingerprint(path, random)
     return model, page_format(
         model.config, name, weights, dtype, mtp, page_size, arithmetic, precision, placing.packed
     )
@@ -104,56 +109,6 @@ def store_dtype(fmt: PageFormat) -> torch.dtype:
         return torch.uint8
     dtype: torch.dtype = getattr(torch, fmt.dtype)
     return dtype
-
-
-def plan_pages(
-    path: Path,
-    placing: Placing,
-    *,
-    mtp: bool,
-    page_size: int,
-    share: float,
-    pages: int,
-    rows: int,
-    sequences: int,
-    spread: Spread | None = None,
-) -> tuple[int, MemoryPlan | None]:
-    """How many pages a worker gets, before it allocates anything.
-
-    Args:
-        share: part of a device's memory that is this worker's.
-        pages: as many as were asked for; 0: as there is room for.
-        rows: of the largest step.
-        sequences: of the largest batch.
-        spread: the rank that this worker is.
-
-    Returns:
-        The number, and on a CUDA device what it comes from.
-
-    Raises:
-        ConfigError: there is no such device, or not enough memory.
-    """
-    if torch.device(placing.device).type != "cuda":
-        return pages or CPU_PAGES, None
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device {placing.device} was asked for, and there is no CUDA device")
-    config = ModelConfig.from_path(path)
-    latent = 656 if placing.packed else 2 * config.latent_width
-    layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)
-    context = -(-config.max_position_embeddings // page_size)
-    exchange = None if spread is None else spread.exchange
-    free, total = torch.cuda.mem_get_info(placing.device)
-    plan = plan_memory(
-        total,
-        free,
-        share,
-        weight_bytes(config, mtp, None if exchange is None else exchange.size.slots),
-        step_bytes(config, rows, sequences, exchange),
-        layers * page_size * latent,
-        pages,
-        2 * sequences * context,
-    )
-    return plan.pages, plan
 
 
 def _check(placing: Placing, arithmetic: Arithmetic, config: ModelConfig) -> None:

@@ -61,6 +61,29 @@ def load_model(
     """
     path = Path(path)
     config = ModelConfig.from_path(path)
+    model, wanted = empty_model(config, dtype, device, mtp, experts)
+    read = {binding.name: binding for binding in bindings(model)}
+    with ExitStack() as stack:
+        files, present = open_checked(stack, path, wanted, config, mtp)
+        _read_all(read, present, files, progress)
+    return model.eval()
+
+
+def empty_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    mtp: bool,
+    experts: bool = True,
+) -> tuple[DeepseekV3, dict[str, Binding]]:
+    """A model whose weights are memory that nothing was written to yet.
+
+    Args:
+        config, dtype, device, mtp, experts: as in `load_model`.
+
+    Returns:
+        The model, and the tensors of its checkpoint by name, the routed experts' always among them.
+    """
     with torch.device("meta"):
         model = DeepseekV3(config, mtp)
     wanted = {binding.name: binding for binding in bindings(model)}
@@ -70,11 +93,7 @@ def load_model(
     for gate in model.gates():
         gate.float()
     model.requires_grad_(False)
-    read = {binding.name: binding for binding in bindings(model)}
-    with ExitStack() as stack:
-        files, present = open_checked(stack, path, wanted, config, mtp)
-        _read_all(read, present, files, progress)
-    return model.eval()
+    return model, wanted
 
 
 def _read_all(

@@ -9,6 +9,15 @@ from pdmesh.kvcache.eviction import EvictionName
 from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS
 from pdmesh.wire.hashes import Arithmetic
 from pdmesh.wire.ids import PAGE_SIZE
+from pdmesh.wire.random_weights import RandomWeights
+
+STEP_PROMPTS = 32
+"""Prompts that end in one step, at most, in the count of its memory."""
+
+
+def step_rows(chunk_tokens: int, page_size: int) -> int:
+    """Rows of the largest step."""
+    return chunk_tokens + page_size
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,8 @@ class PrefillConfig:
     ``pages`` is the size of its latent pool in pages of ``page_size`` tokens; ``chunk_tokens`` the
     tokens of one step, at least a page; ``max_queue`` how many prompts may wait; ``port`` 0 lets
     the system choose; ``metrics_port`` 0 means no Prometheus endpoint;
+    ``random`` are weights to make for the ``config.json`` in ``model_path`` instead of reading
+    them; ``tokenizer_path`` is the folder of the tokenizer, None: ``model_path``;
     ``device``, ``precision`` and ``latents`` are those of `Placing`; ``memory_share`` is the part
     of a device's memory that is this worker's, and ``pages`` 0 takes what there is room for;
     ``step_timeout_s`` how long a step may take before the worker leaves, 0: a minute on a CUDA
@@ -42,6 +53,8 @@ class PrefillConfig:
     secret_file: Path
     model_path: Path
     model_name: str
+    random: RandomWeights | None = None
+    tokenizer_path: Path | None = None
     host: str = "127.0.0.1"
     port: int = 0
     transfer_host: str = "127.0.0.1"
@@ -72,3 +85,8 @@ class PrefillConfig:
     rebalance: bool = True
     microbatch_rows: int = 64
     virtual_ranks: int = 1
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder of the tokenizer."""
+        return self.tokenizer_path or self.model_path

@@ -20,14 +20,14 @@ from pdmesh.kvtransfer.transports import make_page_transports
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.parallel.serving import Ranks, computing, follow, join_ranks, rank_status
+from pdmesh.model.planning import plan_pages
 from pdmesh.model.served import (
     Placing,
     load_served_model,
-    plan_pages,
     served_grammars,
     store_dtype,
 )
-from pdmesh.prefill.config import PrefillConfig
+from pdmesh.prefill.config import STEP_PROMPTS, PrefillConfig, step_rows
 from pdmesh.prefill.facts import PrefillStepFacts
 from pdmesh.prefill.metrics import PrefillMetrics
 from pdmesh.prefill.runner import PrefillRunner
@@ -76,6 +76,7 @@ async def serve_prefill(config: PrefillConfig) -> None:
         config.tp,
         config.model_path if len(config.ep_ranks) > 1 else None,
         config.microbatch_rows,
+        random=config.random,
     )
     if ranks.follows:
         await follow(model, fmt, ranks, config.worker_id)
@@ -111,7 +112,7 @@ async def serve_prefill(config: PrefillConfig) -> None:
         vocab_size,
         model.config.max_position_embeddings,
         secret,
-        served_grammars(config.model_path, vocab_size),
+        served_grammars(config.tokenizer, vocab_size),
     )
     called, rank = await join_ranks(model, fmt, ranks)
     sender = page_sender(fmt, store, config.transports)
@@ -241,8 +242,12 @@ def _planned(config: PrefillConfig) -> PrefillConfig:
         page_size=config.page_size,
         share=config.memory_share,
         pages=config.pages,
-        rows=config.chunk_tokens + config.page_size,
-        sequences=32,
+        rows=step_rows(config.chunk_tokens, config.page_size),
+        sequences=STEP_PROMPTS,
+        dtype=config.dtype,
+        random=config.random,
+        ranks=max(1, len(config.ep_ranks)),
+        redundant=config.redundant_experts,
     )
     if plan is not None:
         event(log, "memory planned", worker=config.worker_id, plan=plan.describe())
@@ -261,6 +266,7 @@ def _load(config: PrefillConfig) -> tuple[DeepseekV3 | DeviceModel, PageFormat]:
         arithmetic=config.arithmetic,
         progress=loading.progress,
         experts=len(config.ep_ranks) < 2,
+        random=config.random,
     )
     loading.loaded()
     return loaded

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdmesh.router.policies import DEFAULT_POLICY
+from pdmesh.wire.random_weights import RandomWeights
 
 
 @dataclass(frozen=True)
@@ -46,3 +47,12 @@ class RouterConfig:
     """The internal service's host:port is written here once it listens."""
     lease_ttl_s: float = 5.0
     """What a worker that joins is told, in seconds; the router itself holds no lease."""
+    random: RandomWeights | None = None
+    """As ``lease_ttl_s``: weights that workers make; None: they read the checkpoint."""
+    tokenizer_path: Path | None = None
+    """Where tokenizer and template are if not in ``model_path``."""
+
+    @property
+    def tokenizer(self) -> Path:
+        """The directory of tokenizer and template."""
+        return self.tokenizer_path or self.model_path

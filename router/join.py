@@ -39,6 +39,7 @@ def join_method(config: RouterConfig, formats: Callable[[], list[PageFormat]]) -
             page_size=page_format.page_size,
             mtp=page_format.mtp_layers > 0,
             lease_ttl_s=config.lease_ttl_s,
+            random=config.random,
         )
 
     return Method("JoinInfo", JoinRequest, unary=join_info)

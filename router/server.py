@@ -93,11 +93,11 @@ class Router:
 
     def __init__(self, config: RouterConfig, registry: Registry) -> None:
         rng = random.Random()
-        tokenizer = load_tokenizer(config.model_path)
+        tokenizer = load_tokenizer(config.tokenizer, config.model_path)
         event(log, "tokenizer_loaded", tokens=tokenizer.vocab_size, longest=tokenizer.longest_token)
         defaults = sampling_defaults(config.model_path, tokenizer.vocab_size)
         event(log, "sampling_defaults", **asdict(defaults))
-        self._grammars = GrammarTrial(config.model_path)
+        self._grammars = GrammarTrial(config.tokenizer)
         self._config = config
         self.metrics = Metrics()
         self.clients = WorkerClients()
@@ -110,7 +110,7 @@ class Router:
         self._chat = ChatServer(
             RequestParser(
                 tokenizer=tokenizer,
-                template=load_template(config.model_path, tokenizer),
+                template=load_template(config.tokenizer, tokenizer),
                 model_name=config.model_name,
                 sampling=SamplingParser(tokenizer, config.default_max_tokens, rng, defaults),
                 grammars=self._grammars,

@@ -5,8 +5,8 @@ No figure of such a run means anything (`stand_in_device.py`).
 
 import csv
 import json
-import re
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path

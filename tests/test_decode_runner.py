@@ -7,8 +7,9 @@ import pytest
 import torch
 from model_cases import one_slice, tiny_model, tokens_of
 
+from pdmesh.decode.config import AUTO
 from pdmesh.decode.drafter import MtpDrafter, SequenceRows, due, joined_tree
-from pdmesh.decode.runner import AUTO, DecodeRunner
+from pdmesh.decode.runner import DecodeRunner
 from pdmesh.decode.sequence import DecodeSequence
 from pdmesh.model.batch import Batch
 from pdmesh.model.sampler import SamplingState, sample

@@ -10,7 +10,14 @@ from torch import Tensor
 from pdmesh.kernels.expert_exchange import ExchangeSize
 from pdmesh.kernels.symmetric import in_process_heaps
 from pdmesh.model.device.full_width import full_width
-from pdmesh.model.device.memory import plan_memory, step_bytes, weight_bytes
+from pdmesh.model.device.memory import (
+    MemoryPlan,
+    check_all_fit,
+    plain_weight_bytes,
+    plan_memory,
+    step_bytes,
+    weight_bytes,
+)
 from pdmesh.model.device.spread import spread_over
 from pdmesh.model.parallel.device_heap import heap_bytes
 from pdmesh.model.parallel.nvshmem_lane import Lane
@@ -92,3 +99,35 @@ def test_a_rank_has_room_for_its_experts_and_for_all_rows_of_all_ranks():
     assert shared > step_bytes(config, 128, 64) + spread.exchange.nbytes
     assert heap_bytes(spread.exchange.symmetric) >= spread.exchange.symmetric + (64 << 20)
     assert heap_bytes(spread.exchange.symmetric) % (2 << 20) == 0
+
+
+@pytest.mark.parametrize("changes", [{}, ALIGNED, {"tie_word_embeddings": True}])
+def test_plain_weights_are_as_large_as_counted(changes):
+    model = random_model(**changes)
+    held = sum(value.numel() for value in model.parameters())
+    assert 0.97 * 4 * held < plain_weight_bytes(model.config, True, 4) <= 4 * held
+    c = model.config
+    moved = 3 * c.hidden_size * c.moe_intermediate_size * c.n_routed_experts // 2 * 4
+    layers = len(model.gates())
+    shared = plain_weight_bytes(c, True, 4, ranks=2)
+    assert plain_weight_bytes(c, True, 4) - shared == layers * moved
+
+
+def test_workers_of_one_device_must_fit_together():
+    plan = MemoryPlan(budget=50, weights=30, steps=5, pages=9, page=1)
+    check_all_fit([(1, plan), (1, plan)], 74)
+    with pytest.raises(ConfigError, match="3 workers need"):
+        check_all_fit([(1, plan), (2, plan)], 110)
+
+
+def test_eight_layers_of_full_width_fit_twice_on_an_h200():
+    """Of 150.7 GB each of two workers may use 71.6; with the MTP layer seven do."""
+    total = 143_771 << 20
+    for layers, mtp in ((8, False), (7, True)):
+        config = full_width(layers)
+        weights = weight_bytes(config, mtp)
+        for rows, chosen in ((576, 32), (64, 32)):
+            page = (layers + mtp) * 64 * 1152
+            steps = step_bytes(config, rows, chosen)
+            plan = plan_memory(total, total, 0.5, weights, steps, page, 0, 10**9)
+            assert plan.pages > 5000

@@ -6,10 +6,13 @@ import msgspec
 import pytest
 
 from pdmesh.launch import cli, join, runtime
+from pdmesh.launch.arguments import parser
+from pdmesh.launch.processes import router_spec, worker_spec
 from pdmesh.launch.runtime import MeshInfo, RunDir, claim, find_mesh
-from pdmesh.launch.topology import Topology
+from pdmesh.launch.topology import Topology, load_topology, shipped_config, shipped_model
 from pdmesh.wire.control import JoinInfo
 from pdmesh.wire.errors import ConfigError, Unavailable
+from pdmesh.wire.random_weights import RandomWeights
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +57,7 @@ def test_help_says_what_a_command_does(capsys, command):
 SETTINGS = (
     *("--arithmetic", "--page-size", "--chunk-tokens", "--max-queue", "--draft-tokens"),
     *("--growth-tokens", "--park-mb", "--max-waiting", "--metrics-port"),
+    *("--random-weights", "--layers", "--experts", "--weights-seed"),
 )
 
 
@@ -68,6 +72,12 @@ def test_version_names_the_protocol(capsys):
     assert code == 0
     assert out.startswith("pdmesh ")
     assert "protocol" in out
+
+
+RANDOM = ("--random-weights", "--model", "small")
+RANKS = "2 ranks that share experts compute in plain precision, not in fp8"
+BY_HAND = ("--redis", "redis://x", "--secret-file", "k", "--device", "cuda")
+EP = ("--ep-ranks", "127.0.0.1:1,127.0.0.1:2", "--ep-rank", "0")
 
 
 @pytest.mark.parametrize(
@@ -89,6 +99,38 @@ def test_version_names_the_protocol(capsys):
         (("up", "--draft-tokens", "9"), "--draft-tokens is 9; it must be a whole number from 0 to"),
         (("up", "--draft-tokens", "x"), "--draft-tokens is 'x' (a string); it must be a whole num"),
         (("up", "--no-mtp", "--draft-tokens", "2"), "--draft-tokens: drafts come from the MTP mod"),
+        (("up", "--layers", "3"), "--layers: only random weights have layers that can be chosen"),
+        (("up", "--experts", "8"), "--experts: only random weights have experts that can be"),
+        (("up", "--weights-seed", "1"), "--weights-seed: only random weights have weights seed"),
+        (("up", "--random-weights", "--layers", "-1"), "--layers is -1; it must be a whole number"),
+        (("up", "--model", "small"), "--model: small is a config without weights, and there is no"),
+        (
+            ("up", "--random-weights", "--model", "smal"),
+            "--model: the model directory smal does no",
+        ),
+        (("up", *RANDOM, "--prefill-ep", "3"), "3 workers cannot share 16 experts evenly; ask for"),
+        (
+            ("up", *RANDOM, "--experts", "8", "--decode-ep", "16"),
+            "16 workers cannot share 8 expert",
+        ),
+        (("up", *RANDOM, "--experts", "3"), "num_experts_per_tok 4 is above the 3 experts"),
+        (("up", "--device", "cuda", "--prefill-ep", "2"), f"--prefill-ep: {RANKS} (FP8 is what cu"),
+        (("up", "--precision", "fp8", "--decode-ep", "2"), f"--decode-ep: {RANKS} (--precision fp"),
+        (("up", "--precision", "fp8", "--decode-ep", "2"), "add --precision plain, or ask for ep "),
+        (
+            ("up", "--precision", "fp8", "--decode-virtual-ranks", "2"),
+            f"--decode-virtual-ranks: {RANKS} (--precision fp8); add --precision plain, or ask for "
+            "virtual_ranks = 1",
+        ),
+        (
+            ("up", "--device", "cuda", "--arithmetic", "exact"),
+            "--arithmetic: exact arithmetic gives a row the same bits in any batch, which FP8 "
+            "products do not; use fast arithmetic, or --precision plain",
+        ),
+        (("up", "--latents", "fp8"), "--latents: FP8 latents go with FP8 precision; add --precisi"),
+        (("serve", "decode", *BY_HAND, *EP), f"--ep-ranks: {RANKS} (FP8 is what cuda computes)"),
+        (("serve", "prefill", *BY_HAND, "--virtual-ranks", "2"), f"--virtual-ranks: {RANKS} (FP8"),
+        (("serve", "decode", *BY_HAND, "--arithmetic", "exact"), "--arithmetic: exact arithmetic"),
         (("serve", "cook"), "invalid choice: 'cook'"),
         (("serve", "decode"), "no store given; add --redis URL"),
         (("serve", "decode", "--redis", "redis://x"), "no secret given; add --secret-file"),
@@ -303,3 +345,69 @@ def test_another_model_than_the_shipped_one_has_to_be_there(monkeypatch, tmp_pat
     with pytest.raises(ConfigError, match="the mesh serves 'chatty', which is not the shipped mo"):
         joined(tmp_path, "127.0.0.1:7080")
     assert joined(tmp_path, "127.0.0.1:7080", tmp_path).model.name == "chatty"
+
+
+def test_a_worker_that_joins_makes_the_weights_of_the_mesh(monkeypatch, tmp_path):
+    random = RandomWeights(seed=4, layers=3)
+    info = msgspec.structs.replace(JOIN, model_name="small-random", random=random)
+    asked(monkeypatch, info)
+    topology = joined(tmp_path, "127.0.0.1:7080")
+    assert topology.random == random
+    assert topology.model_path == shipped_config("small")
+    assert topology.model_name == "small-random"
+    named = msgspec.structs.replace(info, model_name="chatty")
+    asked(monkeypatch, named)
+    with pytest.raises(ConfigError, match="add --model DIR with its config.json"):
+        joined(tmp_path, "127.0.0.1:7080")
+    assert joined(tmp_path, "127.0.0.1:7080", tmp_path).random == random  # --model says where
+
+
+@pytest.mark.parametrize(
+    ("random", "flag", "key"),
+    [
+        (RandomWeights(), "--weights-seed", {"weights_seed": 1}),
+        (RandomWeights(), "--layers", {"layers": 2}),
+        (RandomWeights(), "--experts", {"experts": 8}),
+        (None, "--random-weights", {"random_weights": True}),
+    ],
+)
+def test_a_worker_of_other_weights_does_not_join(monkeypatch, tmp_path, random, flag, key):
+    name = "tiny" if random is None else "small-random"
+    asked(monkeypatch, msgspec.structs.replace(JOIN, model_name=name, random=random))
+    topology = joined(tmp_path, "127.0.0.1:7080")
+    other = topology.changed("model", flag, **key)
+    with pytest.raises(ConfigError, match=f"^{flag} makes .* leave {flag} out"):
+        join.check_joined(topology, other)
+
+
+def test_a_file_may_name_a_shipped_config_and_random_weights(tmp_path):
+    path = tmp_path / "mesh.toml"
+    path.write_text('[model]\nrandom_weights = true\npath = "small"\nlayers = 3\n')
+    topology = load_topology(path)
+    assert topology.model_path == shipped_config("small")
+    assert topology.random == RandomWeights(layers=3)
+    assert topology.tokenizer_path == shipped_model()
+    (tmp_path / "small").mkdir()
+    assert load_topology(path).model_path == tmp_path / "small"
+    (tmp_path / "small" / "tokenizer.json").touch()
+    assert load_topology(path).tokenizer_path == tmp_path / "small"
+
+
+def test_every_process_of_a_mesh_is_told_the_weights():
+    topology = Topology().changed("model", "--random-weights", random_weights=True, layers=8)
+    for spec in (
+        router_spec(topology, "router", 1, Path("key"), Path("admin"), 0),
+        worker_spec(topology, "prefill", "prefill-0", Path("key"), 0),
+        worker_spec(topology, "decode", "decode-0", Path("key"), 0),
+    ):
+        given = parser().parse_args(["serve", spec.role, *spec.arguments])
+        assert (given.random_weights, given.layers, given.experts) == (True, 8, 0)
+        assert (given.weights_seed, given.model) == (0, shipped_config("deepseek-v3"))
+        assert given.model_name == "deepseek-v3-random"
+
+
+def test_a_checkpoint_without_weights_is_refused_with_the_way_out(capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    code, _, err = run(capsys, "up", "--model", str(tmp_path))
+    assert code == 2
+    assert "no weights (*.safetensors); fetch them, or add --random-weights to make some up" in err

@@ -36,6 +36,10 @@ transports = ["tcp"]
 log_level = "DEBUG"
 [model]
 path = "../model"
+random_weights = true
+weights_seed = 3
+layers = 8
+experts = 32
 name = "chatty"
 dtype = "bfloat16"
 arithmetic = "exact"

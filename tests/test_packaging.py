@@ -82,6 +82,8 @@ def test_the_wheel_holds_every_module(wheel):
         "pdmesh/registry/functions.lua",
         "pdmesh/wire/chat.proto",
         "pdmesh/wire/chat_pb2.pyi",
+        "pdmesh/model/configs/deepseek-v3/config.json",
+        "pdmesh/model/configs/small/config.json",
         "pdmesh/model/tiny/config.json",
         "pdmesh/model/tiny/tokenizer.json",
         "pdmesh/model/tiny/chat_template.jinja",

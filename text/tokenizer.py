@@ -96,14 +96,19 @@ class Tokenizer:
         return max(len(self.token_bytes(token)) for token in range(self.vocab_size))
 
 
-def load_tokenizer(directory: Path) -> Tokenizer:
+def load_tokenizer(directory: Path, model: Path | None = None) -> Tokenizer:
     """Reads ``tokenizer.json`` and the special ids from a checkpoint directory.
 
     ``tokenizer_config.json`` names the start and end tokens; ``generation_config.json`` and
     ``config.json`` may add end tokens, and the latter gives the model's vocabulary size.
 
+    Args:
+        directory: of the tokenizer.
+        model: of another ``config.json``, which gives the vocabulary size instead.
+
     Raises:
-        ConfigError: a file is missing, unreadable, or not a byte-level tokenizer.
+        ConfigError: a file is missing, unreadable, or not a byte-level tokenizer, or the model's
+            vocabulary is smaller than the tokenizer's.
     """
     path = directory / "tokenizer.json"
     spec = read_json(path)
@@ -115,6 +120,14 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     _check_no_forgery(path, plain, special)
     config = read_json(directory / "config.json") or {}
     known = max([plain.get_vocab_size(), *(token + 1 for token in special.values())])
+    if model is not None and model != directory:
+        size = (read_json(model / "config.json") or {}).get("vocab_size")
+        if isinstance(size, int) and size < known:
+            raise ConfigError(
+                f"{model} has no tokenizer, and its vocab_size of {size} is less than the {known} "
+                "tokens of the shipped one; give it a tokenizer.json, or a larger vocab_size"
+            )
+        config = {**config, "vocab_size": size}
     return Tokenizer(
         plain=plain,
         special=special,

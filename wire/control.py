@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from pdmesh.wire.hashes import Arithmetic
+from pdmesh.wire.random_weights import RandomWeights
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -52,6 +53,8 @@ class JoinInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     page_size: int
     mtp: bool
     lease_ttl_s: float
+    random: RandomWeights | None = None
+    """Weights that the mesh makes instead of reading them."""
     model_path: str = ""
     """On the machine of the mesh; not told over the network."""
     secret_file: str = ""

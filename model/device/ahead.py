@@ -10,8 +10,9 @@ import torch
 
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.device.building import build_expert
-from pdmesh.model.device.sources import CheckpointSource
+from pdmesh.model.device.sources import CheckpointSource, RandomSource, WeightSource
 from pdmesh.model.device.weights import MlpWeights
+from pdmesh.wire.random_weights import RandomWeights
 
 Reader = Callable[[int, int], MlpWeights]
 """An expert of a MoE layer, by their numbers."""
@@ -44,15 +45,21 @@ class Ahead:
         return self._reader(layer, expert)
 
 
-def expert_reader(path: Path, config: ModelConfig, mtp: bool) -> Reader:
+def expert_reader(
+    path: Path, config: ModelConfig, mtp: bool, random: RandomWeights | None = None
+) -> Reader:
     """Reads experts of a checkpoint to the host. Its files are opened here and stay open, so that
-    all are of one checkpoint, whatever takes its names later.
+    all are of one checkpoint, whatever takes its names later. Random weights are made instead.
 
     Raises:
         ConfigError: as `load_model`.
     """
     host = torch.device("cpu")
-    source = CheckpointSource(ExitStack(), path, config, host, mtp)
+    source: WeightSource
+    if random is None:
+        source = CheckpointSource(ExitStack(), path, config, host, mtp)
+    else:
+        source = RandomSource(host, random.seed)
     count = config.num_hidden_layers + (1 if mtp and config.num_nextn_predict_layers else 0)
     layers = [layer for layer in range(count) if config.is_moe_layer(layer)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdmesh.model.config import ModelConfig
@@ -54,6 +55,34 @@ def _mlp_bytes(c: ModelConfig, layer: int, slots: int | None) -> int:
     router = 4 * c.n_routed_experts * c.hidden_size
     held = c.n_routed_experts if slots is None else slots
     return held * swiglu(c.moe_intermediate_size) + shared + router
+
+
+def plain_weight_bytes(
+    config: ModelConfig, mtp: bool, value_bytes: int, ranks: int = 1, redundant: int = 0
+) -> int:
+    """Bytes of the weights as `DeepseekV3` has them, in a dtype of so many bytes.
+
+    Args:
+        ranks, redundant: a process has an even part of the routed experts and of so many copies.
+    """
+    c, hidden = config, config.hidden_size
+    heads, first = c.num_attention_heads, c.q_lora_rank or c.num_attention_heads * c.qk_head_dim
+    attention = hidden * (first + c.latent_width + heads * c.v_head_dim)
+    attention += (c.q_lora_rank or 0) * heads * c.qk_head_dim
+    attention += heads * (c.qk_nope_head_dim + c.v_head_dim) * c.kv_lora_rank
+    held = -(-(c.n_routed_experts + redundant) // ranks)
+    expert = 3 * hidden * c.moe_intermediate_size
+    extra = 1 if mtp and c.num_nextn_predict_layers else 0
+    total = c.vocab_size * hidden * (1 if c.tie_word_embeddings else 2) + extra * 2 * hidden**2
+    routers = 0
+    for layer in range(c.num_hidden_layers + extra):
+        total += attention
+        if c.is_moe_layer(layer):
+            total += expert * (held + c.n_shared_experts)
+            routers += 4 * c.n_routed_experts * hidden
+        else:
+            total += 3 * hidden * c.intermediate_size
+    return value_bytes * total + routers
 
 
 def step_bytes(
@@ -138,3 +167,23 @@ def plan_memory(
             "fewer pages, a smaller batch, or more devices"
         )
     return MemoryPlan(budget, weights, steps, wanted, page)
+
+
+def check_all_fit(plans: Sequence[tuple[int, MemoryPlan]], free: int) -> None:
+    """Looks at all workers of one device together.
+
+    Args:
+        plans: how many workers, and the plan of each.
+        free: bytes that nobody has taken yet.
+
+    Raises:
+        ConfigError: with two pages each they do not fit.
+    """
+    workers = sum(count for count, _ in plans)
+    needed = sum(count * (plan.weights + plan.steps + 2 * plan.page) for count, plan in plans)
+    if needed > free:
+        raise ConfigError(
+            f"{workers} workers need {needed / GB:.1f} GB for weights, steps and two pages each, "
+            f"and {free / GB:.1f} GB of the device are free; use fewer workers, a smaller batch, "
+            "or end what takes the rest"
+        )

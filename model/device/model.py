@@ -20,12 +20,19 @@ from pdmesh.model.device.building import build_weights
 from pdmesh.model.device.graphs import Capture, StepGraphs, Steps, cuda_capture
 from pdmesh.model.device.layers import Layers, head_logits
 from pdmesh.model.device.padding import PaddedStep, fits, graph_sizes, padded
-from pdmesh.model.device.sources import CheckpointSource
+from pdmesh.model.device.sources import (
+    CheckpointSource,
+    RandomSource,
+    WeightSource,
+    num_tensors,
+)
 from pdmesh.model.device.step import DeviceStep, plan_step
 from pdmesh.model.device.weights import LayerWeights, ModelWeights, MtpWeights
+from pdmesh.model.random_weights import served_config
 from pdmesh.model.rope import rope_table
 from pdmesh.model.weights import Progress
 from pdmesh.wire.logs import event
+from pdmesh.wire.random_weights import RandomWeights
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +71,7 @@ class DeviceModel:
         page_size: int = 64,
         latent_bytes: int = 2,
         held: Sequence[Sequence[int]] | None = None,
+        random: RandomWeights | None = None,
     ) -> DeviceModel:
         """Read a checkpoint; matrices that it does not hold in FP8 are quantised.
 
@@ -72,14 +80,19 @@ class DeviceModel:
             page_size: tokens a page.
             latent_bytes: of a value in the pool: 2, or 1 for packed latents.
             held: as in `build_weights`.
+            random: weights to make instead of reading them; then `path` need not hold any.
 
         Raises:
             ConfigError: as `load_model`.
         """
         path, device = Path(path), torch.device(device)
-        config = ModelConfig.from_path(path)
+        config = served_config(path, random)
         with ExitStack() as stack:
-            source = CheckpointSource(stack, path, config, device, mtp, progress)
+            source: WeightSource
+            if random is None:
+                source = CheckpointSource(stack, path, config, device, mtp, progress)
+            else:
+                source = RandomSource(device, random.seed, progress, num_tensors(config, mtp))
             weights = build_weights(config, source, device, mtp, held=held)
         ops = choose_backends(device, shapes_of(config, page_size, latent_bytes))
         return DeviceModel(config, weights, ops)

@@ -7,30 +7,49 @@ from pathlib import Path
 import torch
 
 from pdmesh.kernels.backends import choose_backends
-from pdmesh.model.config import ModelConfig
 from pdmesh.model.device.memory import GB, weight_bytes
 from pdmesh.model.device.model import shapes_of
+from pdmesh.model.machine import check_machine, remarks, this_machine
+from pdmesh.model.planning import memory_of
+from pdmesh.model.random_weights import served_config
+from pdmesh.model.served import Placing
 from pdmesh.wire.errors import ConfigError
+from pdmesh.wire.random_weights import RandomWeights
 
 
-def device_report(path: Path, device: str | None, latents: str | None) -> list[str]:
+def device_report(
+    path: Path,
+    device: str | None,
+    latents: str | None,
+    precision: str | None = None,
+    random: RandomWeights | None = None,
+) -> list[str]:
     """Lines about torch, the device (by default the best one there is) and the backends.
 
     Raises:
-        ConfigError: there is no such device, or the checkpoint cannot be read.
+        ConfigError: the device cannot compute the model in this precision, has not enough memory
+            for one worker, or the checkpoint cannot be read.
     """
-    config = ModelConfig.from_path(path)
-    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    where = torch.device(chosen)
-    lines = [f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}"]
+    config = served_config(path, random)
+    machine = this_machine()
+    placing = Placing(device or ("cuda" if machine.devices else "cpu"), precision or "auto")
+    check_machine(machine, placing.device, placing.chosen)
+    where = torch.device(placing.device)
+    lines = [f"torch {machine.torch}, CUDA {machine.cuda or 'none'}"]
+    fp8 = weight_bytes(config)
     if where.type == "cuda":
-        if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(f"there is no {chosen}")
-        found = torch.cuda.get_device_properties(where)
+        name, capability = machine.devices[where.index or 0]
+        free, total = memory_of(placing.device)
         lines.append(
-            f"{found.name}, capability {found.major}.{found.minor}, "
-            f"{found.total_memory / GB:.1f} GB"
+            f"{name}, capability {capability[0]}.{capability[1]}, {total / GB:.1f} GB, "
+            f"{free / GB:.1f} free"
         )
-    lines.append(f"{path.name}: weights in FP8 take {weight_bytes(config) / GB:.3f} GB")
+        if placing.chosen == "fp8" and fp8 > free:
+            raise ConfigError(
+                f"the weights of {path.name} take {fp8 / GB:.1f} GB in FP8, and {free / GB:.1f} GB "
+                f"of the {name} are free; give fewer layers, or another device"
+            )
+    lines.append(f"{path.name}: weights in FP8 take {fp8 / GB:.3f} GB")
+    lines += remarks(machine, placing.device, placing.chosen)
     shapes = shapes_of(config, latent_bytes=1 if latents == "fp8" else 2)
     return lines + choose_backends(where, shapes).describe()

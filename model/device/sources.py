@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ from pdmesh.kernels.quantised import BlockWeight
 from pdmesh.model.bindings import Binding, bindings
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.random_weights import RandomTensors
 from pdmesh.model.weight_files import FP8, SCALE, open_checked
 from pdmesh.model.weights import Progress
 from pdmesh.wire.errors import ConfigError
@@ -99,6 +99,13 @@ class CheckpointSource:
             self._progress(name, self._read, self._total)
 
 
+def num_tensors(config: ModelConfig, mtp: bool) -> int:
+    """Tensors of a model, those that repeat others not counted."""
+    with torch.device("meta"):
+        model = DeepseekV3(config, mtp)
+    return sum(not binding.copy for binding in bindings(model))
+
+
 class ModelSource:
     """A model in memory; its matrices are quantised."""
 
@@ -120,49 +127,44 @@ class ModelSource:
 
 
 class RandomSource:
-    """Normal numbers of deviation `std` in matrices, ones in norms; the same for the same seed.
+    """Random weights, made on the device: see `RandomTensors`.
 
-    Every tensor is part of one block of noise, which is what makes it fast.
+    Args:
+        device: where they are to be.
+        seed: of the weights.
+        progress: called after every tensor.
+        total: how many there will be.
     """
 
-    _NOISE = 1 << 26
-
-    def __init__(self, device: torch.device | str, seed: int = 0, std: float = 0.02) -> None:
+    def __init__(
+        self,
+        device: torch.device | str,
+        seed: int = 0,
+        progress: Progress | None = None,
+        total: int = 0,
+    ) -> None:
         self._device = torch.device(device)
-        self._std = std
-        generator = torch.Generator(self._device).manual_seed(seed)
-        noise = torch.randn(self._NOISE, generator=generator, device=self._device)
-        self._noise = noise.mul_(_SPREAD).to(torch.float8_e4m3fn).view(torch.uint8)
-        self._at = 0
+        self._tensors = RandomTensors(seed, device)
+        self._progress = progress
+        self._made, self._total = 0, total
 
     def plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """See `WeightSource`."""
-        if len(shape) == 1:
-            if name.endswith("bias"):
-                return torch.zeros(shape, device=self._device)
-            return torch.ones(shape, dtype=torch.bfloat16, device=self._device)
-        values = self._take(shape).view(torch.float8_e4m3fn).to(torch.bfloat16)
-        return values.mul_(self._std / _SPREAD)
+        self._count(name)
+        return self._tensors.dense(name, shape, torch.bfloat16)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> BlockWeight:
         """See `WeightSource`."""
+        self._count(name)
         blocks = (-(-shape[0] // 128), -(-shape[1] // 128))
-        scales = torch.full(blocks, self._std / _SPREAD, device=self._device)
-        return BlockWeight(self._take(shape).view(torch.float8_e4m3fn), scales)
+        scales = torch.full(blocks, self._tensors.scale(name, shape), device=self._device)
+        return BlockWeight(self._tensors.codes(name, shape), scales)
 
     def has(self, name: str) -> bool:
-        """See `WeightSource`."""
-        return True
+        """See `WeightSource`; no tensor is made a second time under another name."""
+        return False
 
-    def _take(self, shape: tuple[int, ...]) -> Tensor:
-        count = math.prod(shape)
-        repeats = -(-(self._at + count) // self._NOISE)
-        flat = self._noise.repeat(repeats) if repeats > 1 else self._noise
-        taken = flat[self._at : self._at + count].clone()
-        # An odd stride, so that no two tensors begin at the same numbers.
-        self._at = (self._at + count + 12_347) % self._NOISE
-        return taken.view(shape)
-
-
-_SPREAD = 64.0
-"""Random numbers are stored times this: then few are subnormal and none beyond 448."""
+    def _count(self, name: str) -> None:
+        self._made += 1
+        if self._progress is not None:
+            self._progress(name, self._made, self._total)

@@ -14,7 +14,7 @@ from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.device.ahead import expert_reader
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.spread import Spread, spread_over
-from pdmesh.model.expert_source import StoredExperts
+from pdmesh.model.expert_source import ExpertSource, StoredExperts
 from pdmesh.model.moe import Moe
 from pdmesh.model.parallel.balancer import BalanceRule
 from pdmesh.model.parallel.device_forming import Prepare
@@ -25,10 +25,12 @@ from pdmesh.model.parallel.member import Member
 from pdmesh.model.parallel.plans import first_placement
 from pdmesh.model.parallel.spread import SpreadModel
 from pdmesh.model.parallel.virtual import Settings, VirtualRanks
+from pdmesh.model.random_weights import RandomExperts
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.logs import event
 from pdmesh.wire.messages import RankStatus
+from pdmesh.wire.random_weights import RandomWeights
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Ranks:
         path: the checkpoint that experts are read from, where the model was loaded without them.
         microbatch_rows: rows of the largest batch from which on ranks compute in two microbatches.
         most_rows: of a step; 0: any. Ranks in FP8 need to know.
+        random: weights that are made; experts are made too, then, not read.
     """
 
     rank: int
@@ -65,6 +68,7 @@ class Ranks:
     path: Path | None = None
     microbatch_rows: int = 64
     most_rows: int = 0
+    random: RandomWeights | None = None
 
     def spread(self, config: ModelConfig, mtp: bool) -> Spread | None:
         """This rank's part of a model in FP8; None where the worker computes alone.
@@ -140,8 +144,12 @@ async def join_ranks(
     layers = sum(isinstance(block.mlp, Moe) for block in model.blocks())
     placement = first_placement(layers, experts, len(ranks.addresses), ranks.redundant)
     rule = BalanceRule(experts + ranks.redundant) if ranks.rebalance else None
-    source = None if ranks.path is None else StoredExperts(ranks.path, model)
     place, digest = _place(ranks), _digest(fmt, ranks)
+    source: ExpertSource | None = None
+    if ranks.path is not None and ranks.random is not None:
+        source = RandomExperts(ranks.random.seed, model)
+    elif ranks.path is not None:
+        source = StoredExperts(ranks.path, model)
     member = Member(model, place, placement, settings, digest, rule, source, ranks.tp)
     if ranks.follows:
         member.keep_heads()
@@ -159,7 +167,7 @@ async def _on_devices(
     rule = reader = None
     if ranks.rebalance and ranks.path is not None:
         rule = BalanceRule(model.config.n_routed_experts + ranks.redundant)
-        reader = expert_reader(ranks.path, model.config, fmt.mtp_layers > 0)
+        reader = expert_reader(ranks.path, model.config, fmt.mtp_layers > 0, ranks.random)
     member = DeviceMember(
         model, _place(ranks), spread.placement, spread.exchange, digest, prepare, rule, reader
     )
