@@ -111,12 +111,14 @@ async def test_answers_are_those_of_one_process_and_a_worker_of_other_weights_ge
             assert "seed 4" in formats[0].weights
             assert "weights is 'random, seed 4" in formats[0].difference(formats[1])
         refused = await asyncio.to_thread(joining, mesh, "--weights-seed", "9")
+        while "cannot join the mesh at" in refused.stderr:  # a busy machine: asked again
+            refused = await asyncio.to_thread(joining, mesh, "--weights-seed", "9")
         assert refused.returncode == 2
         assert "--weights-seed makes weights_seed 9, but the mesh to join has 3" in refused.stderr
         mesh.instances.clear()
         text = await talk(mesh)
         assert text.token_ids
-        assert await mesh.problems() == []
+        assert await mesh.problems(patience=60) == []
 
 
 async def talk(mesh):
