@@ -31,24 +31,24 @@ def random_reference(seed=0, **changes):
 
 
 def rank_of(model, heap, placement, tokens, host=True, timeout_s=30.0, most_copies=1):
-    """One rank of a plain model."""
-    config, layers = model.config, range(len(placement.layers))
+    """One rank of a plain model, where its heap is."""
+    config, layers, device = model.config, range(len(placement.layers)), heap.device
     held = [placement.layers[n][heap.rank] for n in layers]
-    weights = build_weights(config, ModelSource(model), CPU, held=held)
+    weights = build_weights(config, ModelSource(model, device), device, held=held)
     slots = max(len(own) for layer in placement.layers for own in layer)
     ranks = placement.num_ranks
     size = ExchangeSize(ranks, slots, tokens, config.hidden_size, config.gate.top_k, ranks * tokens)
-    tables = [ReplicaTable.build(placement, n) for n in layers]
+    tables = [ReplicaTable.build(placement, n, device) for n in layers]
     more = {"lanes": 2, "timeout_s": timeout_s, "most_copies": most_copies, "host": host}
     exchange = NvshmemExperts(heap, tables, size, **more)
     return DeviceRank(DeviceModel(config, weights), exchange, placement)
 
 
-def ranks_of(model, ranks, tokens=128, placement=None, **more):
+def ranks_of(model, ranks, tokens=128, placement=None, device="cpu", **more):
     """All ranks of a plain model."""
     config = model.config
     placement = placement or Placement.even(moe_layers(config), config.n_routed_experts, ranks)
-    return [rank_of(model, h, placement, tokens, **more) for h in in_process_heaps(ranks)]
+    return [rank_of(model, h, placement, tokens, **more) for h in in_process_heaps(ranks, device)]
 
 
 def together(ranks, call):
@@ -61,5 +61,17 @@ def together(ranks, call):
     with ThreadPoolExecutor(len(ranks)) as pool:
         results = list(pool.map(run, range(len(ranks))))
     for rank in ranks:
+        rank.exchange.check()
+    return results
+
+
+def in_turn(group, works, schedule):
+    """Walks all ranks through a schedule item by item, on one thread: no wait is for nothing."""
+    with torch.inference_mode():
+        for item in schedule:
+            for rank, work in zip(group, works, strict=True):
+                rank._stages.run(item, work)
+        results = [work.result() for work in works]
+    for rank in group:
         rank.exchange.check()
     return results

@@ -7,7 +7,7 @@ Triton's interpreter, or by the plain definition.
 import pytest
 import torch
 from device_cases import CPU
-from device_ranks import PAGE, moe_layers, random_reference, ranks_of, together
+from device_ranks import PAGE, in_turn, moe_layers, random_reference, ranks_of, together
 from model_cases import tokens_of
 
 from pdmesh.model.batch import Batch, SequenceSlice
@@ -196,13 +196,7 @@ def test_the_kernels_of_the_exchange_give_the_same_bits_as_its_definition(models
             talk = Talk(rank.model, [(6, 9), (7,)][number], number)
             steps = rank._planned(mode, talk.prompt(), "mha", talk.pool, 0)
             works.append(DeviceWork(steps, rank.model.entering(steps[0]), talk.pool))
-        with torch.inference_mode():
-            for item in group[0]._schedule(mode, 0):
-                for rank, work in zip(group, works, strict=True):
-                    rank._stages.run(item, work)
-        for rank in group:
-            rank.exchange.check()
-        found.append([work.result() for work in works])
+        found.append(in_turn(group, works, group[0]._schedule(mode, 0)))
     for kernels, definition in zip(*found, strict=True):
         assert torch.equal(kernels, definition)
 
