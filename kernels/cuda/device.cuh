@@ -98,14 +98,12 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Into shared memory of the cluster; seen by all after `cluster_publish`.
-__device__ __forceinline__ void store_at(uint32_t to, uint32_t word) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
-}
-
-__device__ __forceinline__ void cluster_publish() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
+// A word into shared memory of the cluster, counted by a barrier beside it. (A store that
+// `barrier.cluster` publishes would cost a fence of the whole device.)
+__device__ __forceinline__ void push(uint32_t to, uint32_t word, uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
+      "r"(word), "r"(barrier) : "memory");
 }
 
 // Two floats into shared memory of the cluster, counted by a barrier beside them.

@@ -125,7 +125,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 constexpr int MOST_ROWS = 1024, WORDS = MOST_ROWS / 32, TOP = 8, GROUPS = 8, TOP_GROUPS = 4;
 constexpr int NOBODY = 0xFFFF, CHOOSERS = 1024, MASK_PITCH = WORDS + 1;
 constexpr int MASKS_AT = MOST_ROWS * TOP * 2, TOTALS_AT = MASKS_AT + EXPERTS * MASK_PITCH * 4;
-constexpr int CHOOSE_BYTES = TOTALS_AT + 8 * 4 + 1024;
+constexpr int TOLD_AT = TOTALS_AT + 8 * 4, CHOOSE_BYTES = TOLD_AT + 8 + 1024;
+static_assert(TOLD_AT % 8 == 0, "a barrier");
 
 // float32 to int32 in the same order, -0 equal to 0 and NaN largest; and back.
 __device__ __forceinline__ int key_of(float value) {
@@ -202,52 +203,55 @@ extern "C" __global__ void __launch_bounds__(CHOOSERS, 1)
   unsigned* const masks = reinterpret_cast<unsigned*>(shared + MASKS_AT);
   int* const totals = reinterpret_cast<int*>(shared + TOTALS_AT);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = cluster_rank();
-  constexpr int WARPS = CHOOSERS / 32, TURNS = MOST_ROWS / (PARTS * WARPS);
+  const uint32_t told = base + TOLD_AT;
+  constexpr int WARPS = CHOOSERS / 32;
 
   if (dependent) let_next_begin();
   float correction[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) correction[i] = bias[lane * 8 + i];
   for (int i = threadIdx.x; i < EXPERTS * MASK_PITCH; i += CHOOSERS) masks[i] = 0;
+  if (threadIdx.x == 0) {
+    barrier_init(told, 1);
+    barriers_ready();
+    expect(told, m * TOP * 2);
+  }
+  __syncthreads();
   cluster_arrive();
   cluster_wait();  // all have begun
   wait_for_ahead();
   const int used = num_rows ? min(*num_rows, m) : m;
-  int mine[TURNS];
-#pragma unroll
-  for (int turn = 0; turn < TURNS; ++turn) {
-    const int row = (turn * PARTS + rank) * WARPS + warp;
-    if (row >= m) continue;
+#pragma unroll 1
+  for (int row = rank * WARPS + warp; row < m; row += PARTS * WARPS) {
     const float4* const from =
         reinterpret_cast<const float4*>(logits + static_cast<int64_t>(row) * EXPERTS + lane * 8);
     const float4 low = from[0], high = from[1];
     const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    int expert;
     float weight;
-    choose(values, correction, scale, lane, mine[turn], weight);
-    if (row >= used) mine[turn] = -1, weight = 0;
+    choose(values, correction, scale, lane, expert, weight);
+    if (row >= used) expert = -1, weight = 0;
     if (lane < TOP) {
-      ids[row * TOP + lane] = mine[turn];
+      ids[row * TOP + lane] = expert;
       weights[row * TOP + lane] = weight;
     }
     // To each block two of the eight, by four lanes.
-    const int even = __shfl_sync(~0u, mine[turn], lane % 4 * 2);
-    const int odd = __shfl_sync(~0u, mine[turn], lane % 4 * 2 + 1);
-    store_at(of_rank(base + row * TOP * 2 + lane % 4 * 4, lane / 4),
-             (even & NOBODY) | (odd & NOBODY) << 16);
+    const uint32_t even = __shfl_sync(~0u, expert, lane % 4 * 2) & NOBODY;
+    const uint32_t odd = __shfl_sync(~0u, expert, lane % 4 * 2 + 1) & NOBODY;
+    push(of_rank(base + row * TOP * 2 + lane % 4 * 4, lane / 4), even | odd << 16,
+         of_rank(told, lane / 4));
   }
-  cluster_publish();
+  wait_cluster(told, 0);
   for (int i = threadIdx.x; i < m * TOP; i += CHOOSERS) {
     const int row = i / TOP, expert = chosen[i];
     if (expert != NOBODY) atomicOr(masks + expert * MASK_PITCH + row / 32, 1u << row % 32);
   }
   __syncthreads();
-#pragma unroll
-  for (int turn = 0; turn < TURNS; ++turn) {
-    const int row = (turn * PARTS + rank) * WARPS + warp;
-    if (row >= m || lane >= TOP) continue;
+  for (int row = rank * WARPS + warp; row < m && lane < TOP; row += PARTS * WARPS) {
+    const int expert = chosen[row * TOP + lane];
     int before = -1;
-    if (mine[turn] >= 0) {
-      const unsigned* const of = masks + mine[turn] * MASK_PITCH;
+    if (expert != NOBODY) {
+      const unsigned* const of = masks + expert * MASK_PITCH;
       before = __popc(of[row / 32] & ((1u << row % 32) - 1));
       for (int word = 0; word < row / 32; ++word) before += __popc(of[word]);
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
@@ -60,7 +61,7 @@ def library(text: str) -> ctypes.CDLL:
     text = text.replace("extern __shared__ uint8_t raw[];", "uint8_t* const raw = shared_memory();")
     beneath = "".join((HERE / name).read_text() for name in ("device.cuh", "machine.hpp"))
     mark = hashlib.sha256((text + beneath).encode()).hexdigest()[:24]
-    folder = Path(tempfile.gettempdir()) / f"pdmesh_on_cpu_{mark}"
+    folder = Path(tempfile.gettempdir()) / f"pdmesh_on_cpu_{os.getuid()}_{mark}"
     folder.mkdir(exist_ok=True)
     made = folder / "unit.so"
     if not made.exists():

@@ -148,13 +148,6 @@ inline void cluster_wait() {
   cpu::until([&] { return cpu::cluster_generation != mine; });
 }
 
-inline void cluster_publish() {
-  cluster_arrive();
-  cluster_wait();
-}
-
-inline void store_at(uint32_t to, uint32_t word) { memcpy(cpu::shared_at(cpu::block_of(to), to), &word, 4); }
-
 inline void barrier_init(uint32_t barrier, int arrivals) {
   cpu::me->block->barriers[barrier] = {arrivals, arrivals, 0, 0};
 }
@@ -169,6 +162,14 @@ inline void expect(uint32_t barrier, uint32_t bytes) {
 inline void arrive(uint32_t barrier) { cpu::arrived(*cpu::me->block, barrier); }
 
 inline void arrive_at(uint32_t barrier) { cpu::arrived(cpu::block_of(barrier), barrier); }
+
+inline void push(uint32_t to, uint32_t word, uint32_t barrier) {
+  cpu::Block* const block = &cpu::block_of(to);
+  cpu::copies.push_back([=] {
+    memcpy(cpu::shared_at(*block, to), &word, 4);
+    cpu::moved(*block, barrier, 4);
+  });
+}
 
 inline void push(uint32_t to, float a, float b, uint32_t barrier) {
   cpu::Block* const block = &cpu::block_of(to);
