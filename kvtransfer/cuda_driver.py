@@ -113,7 +113,7 @@ class CudaMemory:
         if not capable.value:
             raise DeviceError(
                 "the pages are in memory that CUDA shares with no other process; leave"
-                " expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"
+                " expandable_segments and cudaMallocAsync out of PYTORCH_CUDA_ALLOC_CONF"
             )
         base, whole, handle = c_uint64(), c_size_t(), IpcHandle()
         self.driver("cuMemGetAddressRange_v2", byref(base), byref(whole), at)

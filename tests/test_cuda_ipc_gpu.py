@@ -177,7 +177,7 @@ def test_memory_of_expandable_segments_is_not_offered():
         capture_output=True,
         text=True,
     )
-    assert "leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF" in run.stderr
+    assert "leave expandable_segments and cudaMallocAsync out of" in run.stderr
 
 
 @GPU
