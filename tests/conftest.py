@@ -1,4 +1,8 @@
-"""One thread of arithmetic in the test process; Ctrl-C as in a terminal; the long files first."""
+"""What holds for all tests.
+
+One thread of arithmetic; Ctrl-C as in a terminal; the long files first; drawn examples are the same
+every time, and may take as long as a busy machine needs.
+"""
 
 import contextlib
 import os
@@ -7,6 +11,7 @@ import signal
 import pytest
 import torch
 import triton_interpreter
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -17,6 +22,14 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell's background job ignores it, and so would every process that a test starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+settings.register_profile(
+    "any machine",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("any machine")
 
 LONG = (
     "test_mesh_",

@@ -169,7 +169,7 @@ async def test_status_and_metrics_tell_the_same_while_an_answer_runs(served):
     async with meshes.chat_stub(mesh.address) as stub:
         running = False
         while not running:  # an answer that is over by the time of the second look says nothing
-            asking = meshes.asking(stub, [50, 51, 52], max_tokens=3000, ignore_eos=True)
+            asking = meshes.asking(stub, [50, 51, 52], max_tokens=1000, ignore_eos=True)
             async with asking as (task, answer):
                 await meshes.first_token(task, answer)
                 _, decode = await scraped(mesh)

@@ -43,6 +43,10 @@ EVERY_PAGE = tuple(
 )
 
 
+PATIENT = "socket_connect_timeout=60&socket_timeout=60"
+"""For a loaded machine."""
+
+
 @pytest.fixture(scope="module")
 def server():
     store = EmbeddedStore()
@@ -129,7 +133,7 @@ def known(feed: PartitionFeed) -> dict[int, set[bytes]]:
 
 async def check(server: EmbeddedStore, steps: list, cold_at: set[int]) -> None:
     """Runs the operations on server and model; compares all there is to see."""
-    store, model = Store(server.url, secrets.token_hex(4)), PartitionModel()
+    store, model = Store(f"{server.url}?{PATIENT}", secrets.token_hex(4)), PartitionModel()
     feeds = [PartitionFeed(EMPTY, PrefixIndex())]
     try:
         for number, operation in enumerate(steps):
@@ -197,7 +201,7 @@ async def test_many_more_random_calls(server, steps, cold_at):
 
 @pytest.fixture
 async def store(server):
-    client = Store(server.url, secrets.token_hex(4))
+    client = Store(f"{server.url}?{PATIENT}", secrets.token_hex(4))
     yield client
     await client.close()
 

@@ -5,16 +5,13 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.text.detokenizer import IncrementalDetokenizer
 from pdmesh.text.output import OutputText
 from pdmesh.text.stop import StopMatcher
 from pdmesh.text.tokenizer import load_tokenizer
-
-settings.register_profile("same every time", derandomize=True, deadline=None)
-settings.load_profile("same every time")
 
 TOKENIZER = load_tokenizer(Path(__file__).resolve().parent.parent / "model" / "tiny")
 BYTE_IDS = {TOKENIZER.token_bytes(t): t for t in range(TOKENIZER.vocab_size)}

@@ -5,16 +5,13 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pdmesh.text.template import ChatTemplate, load_template
 from pdmesh.text.tokenizer import load_tokenizer
 from pdmesh.wire.errors import ConfigError, InvalidRequest
-
-settings.register_profile("same every time", derandomize=True, deadline=None)
-settings.load_profile("same every time")
 
 MODEL = Path(__file__).resolve().parent.parent / "model" / "tiny"
 TOKENIZER = load_tokenizer(MODEL)
