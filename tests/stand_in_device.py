@@ -50,6 +50,8 @@ class OnTheCpu(TorchFunctionMode):
         keywords = {key: here(value) for key, value in (keywords or {}).items()}
         if keywords.get("pin_memory"):
             keywords["pin_memory"] = False
+        if function is torch.mm and "out_dtype" in keywords:  # which the CPU has not
+            return function(*arguments).to(keywords["out_dtype"])
         return function(*(here(value) for value in arguments), **keywords)
 
 
