@@ -377,6 +377,8 @@ def gpu_small():
     import gpu_small as bench
     import gpu_small_routing as routing
 
+    routing.EXPERTS, routing.TOP = 16, 4
+    routing.V3 = routing.GateRule("noaux_tc", 16, 4, 4, 2, True, 2.5)
     bench.CASES = (
         *(cases.norm_case(2, 256, add, add) for add in (False, True)),
         cases.norm_case(2, 128, False, False),
