@@ -350,14 +350,6 @@ def gpu_gemm():
     return bench.main
 
 
-def gpu_mla():
-    definitions()
-    import gpu_mla as bench
-
-    bench.KV, bench.PER = 70, 2
-    return bench.main
-
-
 def gpu_mla_prefill():
     definitions()
     import gpu_mla_prefill as bench
