@@ -10,11 +10,15 @@
 # PIP_ARGS    more arguments for pip install, e.g. where to find a CPU-only torch
 # TEST_JOBS   test files that run at a time          (default: 2)
 # BENCH_ARGS  arguments of make bench, e.g. --rounds 1
+# GPU_ARGS    arguments of make test-gpu, e.g. --budget-s 560 --parallel 3
+# GPU_PYTHON  the Python of make test-gpu, which has torch for CUDA (default: that of .venv)
 
 PYTHON ?=
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 BENCH_ARGS ?=
+GPU_ARGS ?= --budget-s 3600
+GPU_PYTHON ?= .venv/bin/python
 TEST_JOBS ?= 2
 # An exported variable of this name is somebody else's; only make's own argument is a question.
 ifeq ($(origin PROMPT),command line)
@@ -33,13 +37,14 @@ SHARED := --dist loadfile --no-loadscope-reorder
 PROTO := .pythonpath/pdmesh/wire/chat.proto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev chat test test-full bench proto clean
+.PHONY: help setup setup-dev chat test test-full test-gpu bench proto clean
 
 help:
 	@echo 'make setup      install into .venv (needs Python 3.11 or later with venv)'
 	@echo 'make chat       start a mesh on this machine, talk to it, stop it; PROMPT="..." asks once'
 	@echo 'make test       format check, lint, types, and the tests but the large sets'
 	@echo 'make test-full  all tests that need no GPU'
+	@echo 'make test-gpu   GPU tests and benchmarks; GPU_ARGS="--list", GPU_PYTHON=python3 on a host without .venv'
 	@echo 'make bench      tokens per second beside transformers, on the CPU; BENCH_ARGS="--rounds 1"'
 	@echo 'make proto      generate the gRPC stubs from wire/chat.proto'
 	@echo 'make clean      remove .venv and everything generated'
@@ -89,6 +94,12 @@ test-full: .venv/.dev
 	$(RUN) ruff check .
 	$(RUN) mypy
 	$(RUN) pytest -n $(TEST_JOBS) $(SHARED) -m 'not gpu and not gpu2'
+
+ifeq ($(GPU_PYTHON),.venv/bin/python)
+test-gpu: .venv/.dev
+endif
+test-gpu:
+	$(GPU_PYTHON) -P tools/gpu_suite.py $(GPU_ARGS)
 
 bench: .venv/.dev
 	$(VENV) -P bench/cpu_chat.py $(BENCH_ARGS)

@@ -50,6 +50,8 @@ class OnTheCpu(TorchFunctionMode):
         keywords = {key: here(value) for key, value in (keywords or {}).items()}
         if keywords.get("pin_memory"):
             keywords["pin_memory"] = False
+        if function is torch.mm and "out_dtype" in keywords:  # which the CPU has not
+            return function(*arguments).to(keywords["out_dtype"])
         return function(*(here(value) for value in arguments), **keywords)
 
 
@@ -348,14 +350,6 @@ def gpu_gemm():
     return bench.main
 
 
-def gpu_mla():
-    definitions()
-    import gpu_mla as bench
-
-    bench.KV, bench.PER = 70, 2
-    return bench.main
-
-
 def gpu_mla_prefill():
     definitions()
     import gpu_mla_prefill as bench
@@ -375,6 +369,8 @@ def gpu_small():
     import gpu_small as bench
     import gpu_small_routing as routing
 
+    routing.EXPERTS, routing.TOP = 16, 4
+    routing.V3 = routing.GateRule("noaux_tc", 16, 4, 4, 2, True, 2.5)
     bench.CASES = (
         *(cases.norm_case(2, 256, add, add) for add in (False, True)),
         cases.norm_case(2, 128, False, False),

@@ -1,7 +1,7 @@
 """Runs the GPU tests and benchmarks within a budget of seconds, the most important first.
 
-    python -P tools/gpu_suite.py --out found --budget-s 560
-    python -P tools/gpu_suite.py --out found --pack --parallel 3 --only mla,gemm,small
+    python -P tools/gpu_suite.py --out out/gpu --budget-s 560
+    python -P tools/gpu_suite.py --out out/gpu --pack --parallel 3 --only mla,gemm,small
     python -P tools/gpu_suite.py --list
 
 Each job is a process group of its own, ended at its own limit; a failure stops nothing. A job that
@@ -135,7 +135,11 @@ class Suite:
         self.gpus = host.gpus()
         self.held = host.memory_mib()
         self.about: dict[str, Any] = {}
-        self.saved = time.monotonic()
+        self.saved, self.stopped = time.monotonic(), False
+
+    def stop(self) -> None:
+        """Ends it soon, as if its budget were over: what runs is ended, what is known is kept."""
+        self.stopped = True
 
     def left_s(self) -> float:
         return self.until - KEPT_S - time.monotonic()
@@ -149,6 +153,8 @@ class Suite:
         try:
             for job in self.jobs:
                 self._make_room(job)
+                if self.stopped:
+                    raise SystemExit(143)
                 if why := why_not(job, self.host, self.gpus, self.left_s(), self.folder):
                     self._take(Result(job.name, "skipped", why=why))
                 else:
@@ -225,6 +231,8 @@ class Suite:
 
     def _wait_for(self, enough: Callable[[], bool]) -> None:
         while not enough():
+            if self.stopped:
+                raise SystemExit(143)
             for one in list(self.running):
                 if one.process.poll() is not None:
                     self._ended(one, None)
@@ -312,7 +320,7 @@ def main(given: Sequence[str] | None = None, jobs: Sequence[Job] = JOBS) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "found")))
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out/gpu")))
     parser.add_argument("--budget-s", type=float, default=560.0, help="for everything (560)")
     parser.add_argument("--only", default="", metavar="A,B", help="these jobs alone")
     parser.add_argument("--from", dest="first", default="", metavar="NAME", help="begin with it")
@@ -330,8 +338,8 @@ def main(given: Sequence[str] | None = None, jobs: Sequence[Job] = JOBS) -> int:
     if args.list:
         print(table(chosen))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     suite = Suite(chosen, args.out, args.budget_s, Host(), parallel=args.parallel, packed=args.pack)
+    signal.signal(signal.SIGTERM, lambda *_: suite.stop())
     return suite.run()
 
 
