@@ -10,6 +10,7 @@ the row's home.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -124,9 +125,9 @@ class ExchangeSize:
         return sum(-(-nbytes // 128) * 128 for nbytes in regions)
 
     def arrived_bytes(self) -> int:
-        """What `new_arrived` takes, and bfloat16 outputs of the same shape."""
+        """What `room_for` takes, and bfloat16 outputs of the same shape."""
         row = self.hidden + self.hidden // BLOCK * 4 + 4 + 2 * self.hidden
-        return self.slots * self.max_rows * row
+        return math.prod(self.layout) * (row + 4 if self.capacity else row)
 
     def dispatch_bytes(self, rows: int) -> int:
         """Bytes on the wire to one peer that gets `rows` rows: counts for its slots come along."""

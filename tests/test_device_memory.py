@@ -78,12 +78,15 @@ def test_a_step_of_few_rows_needs_room_for_all_of_them_at_every_expert():
     assert step_bytes(config, 4096, 1) < 6e9
 
 
-def test_what_an_exchange_takes_is_as_counted():
-    size = ExchangeSize(3, 5, 7, 384, 2, 128)
+@pytest.mark.parametrize(
+    "size", [ExchangeSize(3, 5, 7, 384, 2, 128), ExchangeSize.contiguous(3, 5, 7, 384, 2)]
+)
+def test_what_an_exchange_takes_is_as_counted(size):
     heap = in_process_heaps(3)[0]
     lane = Lane(heap, size, None, Tables(torch.zeros(4), torch.ones(3), 1))
     assert size.symmetric_bytes() == lane._memory.nbytes
-    kept = (lane.arrived.rows.values, lane.arrived.rows.scales, lane.arrived.homes, lane.made)
+    kept = [lane.arrived.rows.values, lane.arrived.rows.scales, lane.arrived.homes, lane.made]
+    kept += [lane.arrived.row_expert] if size.capacity else []
     assert size.arrived_bytes() == sum(tensor.nbytes for tensor in kept)
 
 
