@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pdmesh.kernels.activation import silu_mul
 from pdmesh.kernels.fp8 import BLOCK, FP8_MAX, dequantise_blocks
+from pdmesh.kernels.linear import bmm, linear, pad_rows
 from pdmesh.kernels.norm import rms_norm
 
 SMALLEST_AMAX = 1e-10
@@ -107,9 +108,12 @@ def masked_silu_mul_quantise(gate_up: Tensor, counts: Tensor) -> Rows:
 
 
 def fp8_gemm(x: Rows, weight: BlockWeight) -> Tensor:
-    """x [m, k] times weight [n, k] transposed, sums in float32: [m, n] bfloat16."""
+    """x [m, k] times weight [n, k] transposed, sums in float32: [m, n] bfloat16.
+
+    On a CPU a row's result depends on that row alone.
+    """
     dense = dequantise_blocks(weight.values, weight.scales)
-    return (dequantise_rows(x) @ dense.t()).to(torch.bfloat16)
+    return linear(dequantise_rows(x), dense).to(torch.bfloat16)
 
 
 def masked_grouped_gemm(
@@ -162,7 +166,7 @@ def absorb_query(query: Tensor, weight: BlockWeight, rotated: Tensor, scale: flo
         [m, heads, rank + rope] bfloat16.
     """
     key = torch.stack([dequantise_blocks(w, s) for w, s in zip(*weight, strict=True)])
-    latent = torch.einsum("mhd,hrd->mhr", query.float(), key)
+    latent = _by_heads(query, key)
     return (torch.cat([latent, rotated.float()], dim=-1) * scale).to(torch.bfloat16)
 
 
@@ -177,7 +181,13 @@ def project_values_quantise(latent: Tensor, weight: BlockWeight) -> Rows:
         values [m, heads * value_dim] and one scale for 128 of them.
     """
     up = torch.stack([dequantise_blocks(w, s) for w, s in zip(*weight, strict=True)])
-    return quantise_rows(torch.einsum("mhr,hvr->mhv", latent.float(), up).flatten(1))
+    return quantise_rows(_by_heads(latent, up).flatten(1))
+
+
+def _by_heads(x: Tensor, weights: Tensor) -> Tensor:
+    """x [m, heads, k] times weights [heads, n, k] transposed: [m, heads, n] float32."""
+    wide = pad_rows(x.float()).transpose(0, 1)
+    return bmm(wide, weights.transpose(1, 2)).transpose(0, 1)[: x.shape[0]]
 
 
 def pack_latents(latent: Tensor, shared_scale: bool = True) -> Tensor:

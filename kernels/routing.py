@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.kernels.gate import GateRule, choose_experts
+from pdmesh.kernels.linear import linear
 from pdmesh.kernels.quantised import Rows, new_scales
 
 ALIGNMENT = 128
@@ -79,7 +80,7 @@ def gate_topk(
         num_rows: int32 on the device, one number: rows from there on are padding and do not count;
             None: all rows count.
     """
-    logits = x.float() @ weight.float().t()
+    logits = linear(x.float(), weight.float())
     ids, weights = choose_experts(logits, None if bias is None else bias.float(), rule)
     if num_rows is not None:
         counts = (torch.arange(x.shape[0], device=x.device) < num_rows).unsqueeze(1)

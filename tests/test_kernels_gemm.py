@@ -5,7 +5,9 @@ import torch
 
 from pdmesh.kernels import quantised
 from pdmesh.kernels.fp8 import quantise_blocks
+from pdmesh.kernels.gate import GateRule
 from pdmesh.kernels.quantised import BlockWeight, Rows, dequantise_rows, quantise_rows
+from pdmesh.kernels.routing import gate_topk
 
 pytest.importorskip("triton")
 
@@ -213,3 +215,29 @@ def test_a_query_longer_than_one_scale_is_refused():
     query = torch.zeros(1, 1, 256, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(ValueError, match="256"):
         absorbed.absorb_query(query, weight(1, 1, 128, 256), query[..., :64], 1.0)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's library picks its product by the rows")
+def test_a_row_of_a_definition_on_a_cpu_is_the_same_whatever_rows_stand_beside_it():
+    queries = torch.randn(9, 2, 128, generator=generator(4)).bfloat16()
+    seen = torch.randn(9, 2, 256, generator=generator(5)).bfloat16()
+    hidden = torch.randn(9, 256, generator=generator(6)).bfloat16()
+    x, dense, key = rows(1, 9, 256), weight(2, 384, 256), weight(3, 2, 256, 128)
+    up, router = weight(7, 2, 128, 256), torch.randn(16, 256, generator=generator(8))
+    rotated = torch.zeros(9, 2, 64, dtype=torch.bfloat16)
+    rule = GateRule("noaux_tc", 16, 1, 1, 2, True, 1.0)
+
+    def everything(chosen):
+        part = Rows(x.values[chosen], x.scales[chosen])
+        values = quantised.project_values_quantise(seen[chosen], up)
+        return (
+            quantised.fp8_gemm(part, dense),
+            quantised.absorb_query(queries[chosen], key, rotated[chosen], 1.0),
+            dequantise_rows(values),
+            gate_topk(hidden[chosen], router, None, rule).weights,
+        )
+
+    whole = everything(slice(None))
+    for chosen in (slice(0, 1), slice(3, 5), slice(2, 9)):
+        for found, wanted in zip(everything(chosen), whole, strict=True):
+            assert torch.equal(found, wanted[chosen])
