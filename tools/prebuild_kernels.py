@@ -6,8 +6,8 @@
 Needs nvcc 13 here ($CUDA_HOME, /usr/local/cuda or PATH), no GPU. A library carries its sources'
 mark in its name, so one that a changed source has left behind is not used over there but compiled
 anew. Without `--tune` these are the tiles that `kernels/gemm_config.py` chooses for DeepSeek-V3's
-products, with it also those that `bench/gpu_gemm.py --tune` tries. `--unpack` needs no compiler and
-prints the line that sets PDMESH_KERNEL_CACHE.
+products, with it also those that `bench/gpu_gemm.py --tune` and the other benches try. `--unpack`
+needs no compiler and prints the line that sets PDMESH_KERNEL_CACHE.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ def tiles(tune: bool) -> list[ClusterTile]:
     if tune:
         from gemm_tune import cluster_candidates
 
-        found |= {ClusterTile(*c.config[:4]) for c in cluster_candidates([256, 64])}
+        found |= {ClusterTile(*c.config[:-1]) for c in cluster_candidates([256, 128, 64])}
     return sorted(found)
 
 
@@ -59,17 +60,22 @@ def builds(folder: Path, tune: bool) -> dict[str, Callable[[], Path]]:
     Raises:
         RuntimeError: there is no nvcc.
     """
-    from pdmesh.kernels import cuda_absorbed, cuda_build, cuda_gemm, hopper_mla
+    from pdmesh.kernels import cuda_absorbed, cuda_build, cuda_gate, cuda_gemm, hopper_mla
 
     compiler = cuda_build.nvcc()
     if compiler is None:
         raise RuntimeError("nvcc was not found: set CUDA_HOME")
+    forms = (False, True) if tune else (False,)
     texts = {f"fp8_gemm {tuple(tile)}": cuda_gemm.source(tile) for tile in tiles(tune)}
-    texts |= {name: cuda_absorbed.source(name) for name in ("absorb_query", "project_values")}
-    found: dict[str, Callable[[], Path]] = {"mla_decode_fp8": hopper_mla.build}
-    for name, text in texts.items():
-        found[name] = lambda text=text: cuda_build.build(text, folder, compiler)  # type: ignore[misc]
-    return found
+    for form in forms:
+        for name in ("absorb_query", "project_values"):
+            texts[f"{name} whole={form}"] = cuda_absorbed.source(name, form)
+    if tune:
+        texts["gate"] = cuda_gate.source()
+    found: dict[str, Callable[[], Path]] = {
+        f"mla_decode_fp8 between={form}": partial(hopper_mla.build, form) for form in forms
+    }
+    return found | {n: partial(cuda_build.build, t, folder, compiler) for n, t in texts.items()}
 
 
 def build(work: dict[str, Callable[[], Path]], jobs: int) -> list[str]:
