@@ -75,7 +75,8 @@ def test_version_names_the_protocol(capsys):
 
 
 RANDOM = ("--random-weights", "--model", "small")
-RANKS = "2 ranks that share experts compute in plain precision, not in fp8"
+VIRTUAL = "--decode-virtual-ranks: virtual ranks compute in plain precision, not in fp8"
+HEADS = "ranks in fp8 have all attention heads"
 BY_HAND = ("--redis", "redis://x", "--secret-file", "k", "--device", "cuda")
 EP = ("--ep-ranks", "127.0.0.1:1,127.0.0.1:2", "--ep-rank", "0")
 
@@ -114,13 +115,13 @@ EP = ("--ep-ranks", "127.0.0.1:1,127.0.0.1:2", "--ep-rank", "0")
             "16 workers cannot share 8 expert",
         ),
         (("up", *RANDOM, "--experts", "3"), "num_experts_per_tok 4 is above the 3 experts"),
-        (("up", "--device", "cuda", "--prefill-ep", "2"), f"--prefill-ep: {RANKS} (FP8 is what cu"),
-        (("up", "--precision", "fp8", "--decode-ep", "2"), f"--decode-ep: {RANKS} (--precision fp"),
-        (("up", "--precision", "fp8", "--decode-ep", "2"), "add --precision plain, or ask for ep "),
+        (
+            ("up", "--precision", "fp8", "--decode-ep", "2", "--decode-tp", "2"),
+            f"--decode-tp: {HEADS} (--precision fp8); leave it at 1, or add --precision plain",
+        ),
         (
             ("up", "--precision", "fp8", "--decode-virtual-ranks", "2"),
-            f"--decode-virtual-ranks: {RANKS} (--precision fp8); add --precision plain, or ask for "
-            "virtual_ranks = 1",
+            f"{VIRTUAL} (--precision fp8); leave it at 1, or add --precision plain",
         ),
         (
             ("up", "--device", "cuda", "--arithmetic", "exact"),
@@ -128,8 +129,11 @@ EP = ("--ep-ranks", "127.0.0.1:1,127.0.0.1:2", "--ep-rank", "0")
             "products do not; use fast arithmetic, or --precision plain",
         ),
         (("up", "--latents", "fp8"), "--latents: FP8 latents go with FP8 precision; add --precisi"),
-        (("serve", "decode", *BY_HAND, *EP), f"--ep-ranks: {RANKS} (FP8 is what cuda computes)"),
-        (("serve", "prefill", *BY_HAND, "--virtual-ranks", "2"), f"--virtual-ranks: {RANKS} (FP8"),
+        (("serve", "decode", *BY_HAND, *EP, "--tp", "2"), f"--tp: {HEADS} (fp8 is what cuda com"),
+        (
+            ("serve", "prefill", *BY_HAND, "--virtual-ranks", "2"),
+            "--virtual-ranks: virtual ranks c",
+        ),
         (("serve", "decode", *BY_HAND, "--arithmetic", "exact"), "--arithmetic: exact arithmetic"),
         (("serve", "cook"), "invalid choice: 'cook'"),
         (("serve", "decode"), "no store given; add --redis URL"),

@@ -79,13 +79,24 @@ def cuda(**sections):
 def test_the_probe_is_asked_for_what_the_workers_will_ask_for():
     question = asked(cuda(model={"random_weights": True, "layers": 8}, decode={"pages": 9}))
     assert json.loads(json.dumps(question)) == question
-    assert (question["share"], question["random"]) == (1 / 3, {"layers": 8})
+    assert question["random"] == {"layers": 8}
     prefill, decode = question["workers"]
+    assert prefill["share"] == decode["share"] == 1 / 3
     assert (prefill["count"], prefill["rows"], prefill["pages"]) == (1, 512 + 64, AUTO_PAGES)
     assert (decode["count"], decode["rows"], decode["pages"]) == (2, 2 * 32, 9)
     without = asked(cuda(model={"mtp": False}))
     assert without["workers"][1]["rows"] == 32
     assert asked(cuda(decode={"draft_tokens": "auto"}))["workers"][1]["rows"] == 5 * 32
+
+
+def test_each_device_is_asked_for_its_own_workers():
+    on_two = Topology().changed("model", "--device", device="cuda:0,cuda:1")
+    found = asked(on_two.changed("decode", "--decode", workers=3))["workers"]
+    assert [(w["role"], w["device"], w["count"], w["share"]) for w in found] == [
+        ("prefill", "cuda:0", 1, 1 / 3),
+        ("decode", "cuda:0", 2, 1 / 3),
+        ("decode", "cuda:1", 1, 1.0),
+    ]
 
 
 def test_a_problem_names_the_flag_and_a_plan_is_handed_on():
@@ -133,6 +144,17 @@ def test_what_does_not_fit_is_one_sentence(monkeypatch, machine, free, sections,
     assert sentence in probe.answer(asked(cuda(**sections)))["problem"]
 
 
+def test_workers_that_share_experts_need_room_for_their_own_only(monkeypatch):
+    on_a(monkeypatch, with_(devices=2 * GOOD.devices), 150 * 10**9, 150_700_000_000)
+    shared = cuda(model=FULL, decode={"workers": 2, "ep": 2})
+    shared = shared.changed("model", "--device", device="cuda:0,cuda:1")
+    found = probe.answer(asked(shared))
+    assert "problem" not in found, found
+    lines = found["lines"]
+    assert "prefill on cuda:0: 71.6 GB: weights 63.2" in lines[0]
+    assert "decode on cuda:1: 143.2 GB: weights 35.0" in lines[3]
+
+
 def test_random_weights_are_planned_on_a_cpu_too(monkeypatch):
     topology = Topology().changed("model", "--random-weights", random_weights=True)
     monkeypatch.setattr(planning, "memory_of", lambda _: (10**10, 10**10))
@@ -163,5 +185,5 @@ def test_a_worker_by_hand_without_its_device_ends_before_it_loads_anything(capsy
 
 
 def test_a_probe_that_breaks_is_one_sentence():
-    with pytest.raises(ConfigError, match="could not be looked at: KeyError: 'device'"):
+    with pytest.raises(ConfigError, match="could not be looked at: KeyError: 'random'"):
         asking._process({})
