@@ -32,10 +32,15 @@ from pdmesh.kvtransfer.transports import make_dialers, make_listeners, make_page
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.spread import Spread
-from pdmesh.model.parallel.device_heap import check_nvshmem
-from pdmesh.model.parallel.serving import Ranks, computing, follow, join_ranks, rank_status
+from pdmesh.model.parallel.serving import (
+    Ranks,
+    computing,
+    follow,
+    join_ranks,
+    planned_spread,
+    rank_status,
+)
 from pdmesh.model.planning import plan_pages
-from pdmesh.model.random_weights import served_config
 from pdmesh.model.served import (
     Placing,
     load_served_model,
@@ -80,7 +85,7 @@ async def serve_decode(config: DecodeConfig) -> None:
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
     ranks = _ranks(config)
-    spread = _spread(config, ranks)
+    spread = planned_spread(ranks, _placing(config), config.model_path, config.mtp, config.random)
     config = _planned(config)
     model, fmt = _load(config, spread)
     if ranks.follows:
@@ -255,16 +260,6 @@ def _ranks(config: DecodeConfig) -> Ranks:
         step_rows(config.max_batch, config.draft_tokens),
         config.random,
     )
-
-
-def _spread(config: DecodeConfig, ranks: Ranks) -> Spread | None:
-    """The worker's part of a model in FP8, before anything is loaded."""
-    if _placing(config).chosen != "fp8":
-        return None
-    spread = ranks.spread(served_config(config.model_path, config.random), config.mtp)
-    if spread is not None and config.device.startswith("cuda"):
-        check_nvshmem()
-    return spread
 
 
 def _planned(config: DecodeConfig) -> DecodeConfig:

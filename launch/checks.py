@@ -112,9 +112,9 @@ def check_device(topology: Topology, config: Mapping[str, object]) -> None:
             )
     why = "--precision fp8" if model.precision == "fp8" else f"fp8 is what {model.device} computes"
     refused = (
-        ("prefill", "ep", "prefill workers in fp8 compute with all experts"),
         ("prefill", "virtual_ranks", "virtual ranks compute in plain precision, not in fp8"),
         ("decode", "virtual_ranks", "virtual ranks compute in plain precision, not in fp8"),
+        ("prefill", "tp", "ranks in fp8 have all attention heads"),
         ("decode", "tp", "ranks in fp8 have all attention heads"),
     )
     for role, key, what in refused:
@@ -122,12 +122,13 @@ def check_device(topology: Topology, config: Mapping[str, object]) -> None:
             with topology.blamed(role, key):
                 raise ConfigError(f"{what} ({why}); leave it at 1, or add --precision plain")
     hidden = config.get("hidden_size")
-    if topology.decode.ep > 1 and isinstance(hidden, int) and hidden % 128:
-        with topology.blamed("decode", "ep"):
-            raise ConfigError(
-                f"ranks in fp8 send rows of whole blocks of 128, and this model's are {hidden} "
-                "wide; leave it at 1, or add --precision plain"
-            )
+    for role, section in (("prefill", topology.prefill), ("decode", topology.decode)):
+        if section.ep > 1 and isinstance(hidden, int) and hidden % 128:
+            with topology.blamed(role, "ep"):
+                raise ConfigError(
+                    f"ranks in fp8 send rows of whole blocks of 128, and this model's are {hidden} "
+                    "wide; leave it at 1, or add --precision plain"
+                )
 
 
 def _check_drafts(topology: Topology, config: Mapping[str, object]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +20,16 @@ from pdmesh.kvtransfer.pull_exchange import PrefixExchange
 from pdmesh.kvtransfer.transports import make_page_transports
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.device.model import DeviceModel
-from pdmesh.model.parallel.serving import Ranks, computing, follow, join_ranks, rank_status
+from pdmesh.model.device.rank import DeviceRank
+from pdmesh.model.device.spread import Spread
+from pdmesh.model.parallel.serving import (
+    Ranks,
+    computing,
+    follow,
+    join_ranks,
+    planned_spread,
+    rank_status,
+)
 from pdmesh.model.planning import plan_pages
 from pdmesh.model.served import (
     Placing,
@@ -33,6 +43,7 @@ from pdmesh.prefill.metrics import PrefillMetrics
 from pdmesh.prefill.runner import PrefillRunner
 from pdmesh.prefill.scheduler import PrefillScheduler
 from pdmesh.prefill.sending import page_sender
+from pdmesh.prefill.warming import warm_up, warm_up_rank
 from pdmesh.prefill.work import PrefillLimits
 from pdmesh.prefill.worker import PrefillWorker
 from pdmesh.registry.draining import Life, Workload, counted
@@ -43,7 +54,7 @@ from pdmesh.registry.publisher import WorkerLease
 from pdmesh.registry.pull_metrics import PullMetrics
 from pdmesh.registry.replicas import watching_replicas
 from pdmesh.registry.transfer_metrics import TransferMetrics
-from pdmesh.registry.watchdog import Watchdog, step_bound_s, watched
+from pdmesh.registry.watchdog import Watchdog, end_process, step_bound_s, watched
 from pdmesh.wire.handoff import ChecksumsRequest, PageChecksums
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
@@ -63,21 +74,10 @@ async def serve_prefill(config: PrefillConfig) -> None:
     """
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
+    ranks = _ranks(config)
+    spread = planned_spread(ranks, _placing(config), config.model_path, config.mtp, config.random)
     config = _planned(config)
-    model, fmt = _load(config)
-    ranks = Ranks(
-        config.ep_rank,
-        config.ep_ranks,
-        f"{config.mesh}/prefill",
-        2 * config.lease_ttl_s,
-        config.redundant_experts,
-        config.rebalance,
-        config.virtual_ranks,
-        config.tp,
-        config.model_path if len(config.ep_ranks) > 1 else None,
-        config.microbatch_rows,
-        random=config.random,
-    )
+    model, fmt = _load(config, spread)
     if ranks.follows:
         await follow(model, fmt, ranks, config.worker_id)
         return
@@ -94,8 +94,8 @@ async def serve_prefill(config: PrefillConfig) -> None:
     if isinstance(model, DeviceModel):
         for line in model.ops.describe():
             event(log, "backend", worker=config.worker_id, choice=line)
-        if model.device.type == "cuda":
-            model.warm_up(store.tensor, config.chunk_tokens)
+        if model.device.type == "cuda" and spread is None:
+            warm_up(model, store.tensor, config.chunk_tokens)
     leases: list[WorkerLease] = []
     copies = ReplicaHints()
     kv = KvManager(
@@ -114,7 +114,12 @@ async def serve_prefill(config: PrefillConfig) -> None:
         secret,
         served_grammars(config.tokenizer, vocab_size),
     )
-    called, rank = await join_ranks(model, fmt, ranks)
+
+    def prepare(own: DeviceRank, between: Callable[[], None]) -> None:
+        if spread is not None and own.model.device.type == "cuda":
+            warm_up_rank(own, store.tensor, config.chunk_tokens, spread.exchange.modes)
+
+    called, rank = await join_ranks(model, fmt, ranks, prepare=prepare)
     sender = page_sender(fmt, store, config.transports)
     worker = PrefillWorker(
         PrefillRunner(called, store, fmt.page_size, fmt.mtp_layers > 0, fmt.arithmetic, watchdog),
@@ -207,6 +212,8 @@ async def serve_prefill(config: PrefillConfig) -> None:
         await worker.close(grace=GRACE_S)
         if rank is not None:
             await asyncio.to_thread(rank.close)
+        if spread is not None and model.device.type == "cuda":
+            end_process()  # leaving NVSHMEM's job waits for all ranks, which may be gone
 
     methods = [
         Method("Prefill", PrefillRequest, unary=prefill),
@@ -233,6 +240,23 @@ def _placing(config: PrefillConfig) -> Placing:
     return Placing(config.device, config.precision, config.latents)
 
 
+def _ranks(config: PrefillConfig) -> Ranks:
+    return Ranks(
+        config.ep_rank,
+        config.ep_ranks,
+        f"{config.mesh}/prefill",
+        2 * config.lease_ttl_s,
+        config.redundant_experts,
+        config.rebalance,
+        config.virtual_ranks,
+        config.tp,
+        config.model_path if len(config.ep_ranks) > 1 else None,
+        config.microbatch_rows,
+        step_rows(config.chunk_tokens, config.page_size),
+        config.random,
+    )
+
+
 def _planned(config: PrefillConfig) -> PrefillConfig:
     """The config with the number of pages that there is room for."""
     pages, plan = plan_pages(
@@ -248,13 +272,16 @@ def _planned(config: PrefillConfig) -> PrefillConfig:
         random=config.random,
         ranks=max(1, len(config.ep_ranks)),
         redundant=config.redundant_experts,
+        threshold=config.microbatch_rows,
     )
     if plan is not None:
         event(log, "memory planned", worker=config.worker_id, plan=plan.describe())
     return replace(config, pages=pages)
 
 
-def _load(config: PrefillConfig) -> tuple[DeepseekV3 | DeviceModel, PageFormat]:
+def _load(
+    config: PrefillConfig, spread: Spread | None
+) -> tuple[DeepseekV3 | DeviceModel, PageFormat]:
     loading = LoadingLog(config.worker_id, config.model_path)
     loaded = load_served_model(
         config.model_path,
@@ -266,6 +293,7 @@ def _load(config: PrefillConfig) -> tuple[DeepseekV3 | DeviceModel, PageFormat]:
         arithmetic=config.arithmetic,
         progress=loading.progress,
         experts=len(config.ep_ranks) < 2,
+        spread=spread,
         random=config.random,
     )
     loading.loaded()

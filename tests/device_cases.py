@@ -163,9 +163,10 @@ def check_agreement(given, expected):
 
 
 def logits_at(model, tokens, position):
-    batch = Batch.build([SequenceSlice((0, 1, 2), 0, len(tokens), 0)], [tokens])
-    hidden = model.forward(batch, model.new_latents(3), "mha")
-    return model.logits(hidden[position : position + 1])[0]
+    pages = -(-len(tokens) // 64)
+    batch = Batch.build([SequenceSlice(tuple(range(pages)), 0, len(tokens), 0)], [tokens])
+    hidden = model.forward(batch, model.new_latents(pages), "mha")
+    return model.logits(hidden[[position]])[0]
 
 
 def check_answer(model, prompt, given, expected):

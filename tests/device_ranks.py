@@ -30,14 +30,24 @@ def random_reference(seed=0, **changes):
     return model, DeviceModel(model.config, build_weights(model.config, ModelSource(model), CPU))
 
 
-def rank_of(model, heap, placement, tokens, host=True, timeout_s=30.0, most_copies=1):
+def rank_of(
+    model,
+    heap,
+    placement,
+    tokens,
+    host=True,
+    timeout_s=30.0,
+    most_copies=1,
+    contiguous=False,
+):
     """One rank of a plain model, where its heap is."""
     config, layers, device = model.config, range(len(placement.layers)), heap.device
     held = [placement.layers[n][heap.rank] for n in layers]
     weights = build_weights(config, ModelSource(model, device), device, held=held)
     slots = max(len(own) for layer in placement.layers for own in layer)
     ranks = placement.num_ranks
-    size = ExchangeSize(ranks, slots, tokens, config.hidden_size, config.gate.top_k, ranks * tokens)
+    shape = (ranks, slots, tokens, config.hidden_size, config.gate.top_k)
+    size = ExchangeSize.contiguous(*shape) if contiguous else ExchangeSize(*shape, ranks * tokens)
     tables = [ReplicaTable.build(placement, n, device) for n in layers]
     more = {"lanes": 2, "timeout_s": timeout_s, "most_copies": most_copies, "host": host}
     exchange = NvshmemExperts(heap, tables, size, **more)

@@ -101,7 +101,6 @@ async def test_a_model_in_fp8_alone_is_called_itself():
     ("ranks", "message"),
     [
         (Ranks(0, (), "g", 1.0, virtual=2), "virtual ranks compute in plain precision"),
-        (Ranks(0, TWO, "g", 1.0), "prefill workers in fp8 compute with all experts"),
         (Ranks(0, TWO, "g", 1.0, tp=2, most_rows=4), "ranks in fp8 have all attention heads"),
         (Ranks(2, TWO, "g", 1.0, most_rows=4), "no rank 2 among 2 ranks"),
     ],
@@ -177,13 +176,17 @@ def test_ranks_share_a_device_with_all_other_workers():
     ranks = whole_groups(cuda.changed("decode", "--decode-ep", ep=4))
     check_together(ranks)
     assert told(ranks, "--memory-share") == "0.2000"
+    both = whole_groups(ranks.changed("prefill", "--prefill-ep", ep=4))
+    check_together(both)
+    assert told(both, "--memory-share") == "0.1250"
 
 
-def test_ranks_of_a_model_whose_rows_are_no_whole_blocks_are_refused(tmp_path):
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_ranks_of_a_model_whose_rows_are_no_whole_blocks_are_refused(tmp_path, role):
     random_checkpoint(tmp_path)
     topology = Topology().changed("model", "--precision", precision="fp8", path=tmp_path)
-    with pytest.raises(ConfigError, match="this model's are 64 wide"):
-        check_together(topology.changed("decode", "--decode-ep", ep=2))
+    with pytest.raises(ConfigError, match=f"{role}-ep: .*this model's are 64 wide"):
+        check_together(topology.changed(role, f"--{role}-ep", ep=2))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -244,7 +247,7 @@ def test_a_worker_by_hand_has_one_device(monkeypatch):
         ("model", {"device": "cuda", "arithmetic": "exact"}, "exact arithmetic"),
         ("model", {"latents": "fp8"}, "FP8 latents go with FP8 precision"),
         ("decode", {"virtual_ranks": 2}, "virtual ranks compute in plain precision"),
-        ("prefill", {"ep": 2}, "prefill workers in fp8 compute with all experts"),
+        ("prefill", {"ep": 2, "tp": 2}, "ranks in fp8 have all attention heads"),
         ("decode", {"ep": 2, "tp": 2}, "ranks in fp8 have all attention heads"),
         ("mesh", {"transports": ("cuda_ipc",)}, "cuda_ipc is for pages on a CUDA device"),
     ],

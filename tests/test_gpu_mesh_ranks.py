@@ -1,9 +1,9 @@
-"""`pdmesh up --device cuda --decode-ep 2`: two NVSHMEM PEs are the decode pool, on one GPU."""
+"""`pdmesh up --device cuda --prefill-ep 2 --decode-ep 2`: a pool is two NVSHMEM PEs, on one GPU."""
 
 import meshes
 import pytest
 import torch
-from mesh_device_ranks import check_answers, check_loss
+from mesh_device_ranks import check_answers, check_loss, check_prefill_loss
 
 pytestmark = pytest.mark.gpu
 
@@ -11,14 +11,19 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module", params=["plain", "fp8"])
 def mesh(request):
     topology = "[decode]\nmicrobatch_rows = 8\nmax_batch = 16\n"
-    arguments = ("--device", "cuda", "--prefill", "1", "--decode-ep", "2")
+    arguments = ("--device", "cuda", "--prefill-ep", "2", "--decode-ep", "2")
     given = (*arguments, "--latents", request.param)
     with meshes.running_mesh(*given, topology=topology) as running:
+        running.workers = 4
         yield running
 
 
 async def test_answers_are_those_of_the_reference_but_for_near_ties(mesh):
     await check_answers(mesh, tokens=24, together=12)
+
+
+def test_prefill_ranks_warmed_up_together(mesh):
+    assert mesh.log().count("warmed up") >= 4
 
 
 def test_graphs_of_both_schedules_and_of_an_idle_rank_were_captured(mesh):
@@ -36,3 +41,7 @@ def test_all_workers_fit_the_device(mesh):
 
 async def test_a_killed_rank_ends_its_group_which_forms_anew(mesh):
     await check_loss(mesh, tokens=200)
+
+
+async def test_a_killed_prefill_rank_ends_no_running_answer_and_its_group_forms_anew(mesh):
+    await check_prefill_loss(mesh, tokens=1000)

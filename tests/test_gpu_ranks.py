@@ -30,13 +30,14 @@ def batches(number, form):
     return Batch.build(slices, tokens, 64, DEVICE) if slices else None
 
 
+@pytest.mark.parametrize("contiguous", [False, True], ids=["masked", "contiguous"])
 @pytest.mark.parametrize("mode", ["no_overlap", "dispatch_overlap", "microbatch"])
-def test_three_ranks_one_of_which_idles_give_what_one_gives(mode):
+def test_three_ranks_one_of_which_idles_give_what_one_gives(mode, contiguous):
     model = random_model(3, std=0.03, **(FULL_HEADS | {"n_routed_experts": 24}))
     whole = DeviceModel(
         model.config, build_weights(model.config, ModelSource(model, DEVICE), DEVICE)
     )
-    group = ranks_of(model, 3, tokens=256, device="cuda", host=False)
+    group = ranks_of(model, 3, tokens=256, device="cuda", host=False, contiguous=contiguous)
     pools = [[m.new_latents(6) for _ in group] for m in (whole, whole)]
     for form in ("mha", "absorbed"):
         rows = [batches(number, form) for number in range(3)]

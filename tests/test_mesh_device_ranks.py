@@ -1,5 +1,6 @@
-"""`pdmesh up --precision fp8 --decode-ep 2` on a CPU: the processes that a GPU has, with rows in
-shared memory of the host in place of NVSHMEM's."""
+"""`pdmesh up --precision fp8 --prefill-ep 2 --decode-ep 2` on a CPU: the processes that a GPU has,
+with rows in shared memory of the host in place of NVSHMEM's. Steps of a prefill are of 576 rows at
+most, so its ranks take the contiguous layout."""
 
 import asyncio
 import os
@@ -7,14 +8,15 @@ import signal
 
 import meshes
 import pytest
-from mesh_device_ranks import check_answers, check_loss
+from mesh_device_ranks import check_answers, check_loss, check_prefill_loss
 
 
 @pytest.fixture(scope="module")
 def mesh():
     topology = "[decode]\nmicrobatch_rows = 4\nredundant_experts = 2\n"
-    arguments = ("--precision", "fp8", "--prefill", "1", "--decode-ep", "2")
+    arguments = ("--precision", "fp8", "--prefill-ep", "2", "--decode-ep", "2")
     with meshes.running_mesh(*arguments, topology=topology) as running:
+        running.workers = 4
         yield running
 
 
@@ -24,6 +26,10 @@ async def test_answers_are_those_of_the_reference_but_for_near_ties(mesh):
 
 async def test_a_killed_rank_ends_its_group_which_forms_anew(mesh):
     await check_loss(mesh, tokens=60)
+
+
+async def test_a_killed_prefill_rank_ends_no_running_answer_and_its_group_forms_anew(mesh):
+    await check_prefill_loss(mesh, tokens=40)
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -93,13 +94,15 @@ def step_bytes(
     c, heads = config, config.num_attention_heads
     attention = 2 * rows * heads * (2 * c.qk_head_dim + 2 * c.latent_width + 2 * c.v_head_dim)
     if exchange is not None:
-        routed = exchange.lanes * exchange.size.slots * exchange.size.max_rows
+        routed = exchange.lanes * math.prod(exchange.size.layout)
     elif rows <= MASKED_ROWS:
         routed = c.n_routed_experts * round_up(rows)
     else:
         top_k = 0 if c.gate is None else c.gate.top_k
         routed = rows * top_k + 128 * c.n_routed_experts
     expert_row = 3 * c.hidden_size + 5 * round_up(c.moe_intermediate_size)
+    if exchange is not None and exchange.size.capacity:
+        expert_row -= 3 * c.hidden_size  # rows and outputs stay where the exchange has them
     dense = rows * (16 * c.hidden_size + 5 * round_up(c.intermediate_size))
     kept = 0 if exchange is None else exchange.nbytes
     return attention + routed * expert_row + dense + 8 * chosen * c.vocab_size + kept

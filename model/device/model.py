@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from pdmesh.kernels.backends import Backends, Shapes, choose_backends
 from pdmesh.kernels.quantised import LATENT_BYTES
-from pdmesh.model.batch import Batch, Form, SequenceSlice
+from pdmesh.model.batch import Batch, Form
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.device.building import build_weights
 from pdmesh.model.device.graphs import Capture, StepGraphs, Steps, cuda_capture
@@ -31,13 +29,7 @@ from pdmesh.model.device.weights import LayerWeights, ModelWeights, MtpWeights
 from pdmesh.model.random_weights import served_config
 from pdmesh.model.rope import rope_table
 from pdmesh.model.weights import Progress
-from pdmesh.wire.logs import event
 from pdmesh.wire.random_weights import RandomWeights
-
-log = logging.getLogger(__name__)
-
-SMALLEST_WARM = 16
-"""Rows of the smallest prompt that a worker warms up with."""
 
 
 class DeviceModel:
@@ -145,28 +137,6 @@ class DeviceModel:
             return graphs.run(self._padded(batch, graphs), previous_hidden)
         step = plan_step(batch, form, latents.shape[1], first_key=1)
         return self.run_mtp(self._layers.planned(step), previous_hidden, latents)
-
-    @torch.no_grad()
-    def warm_up(self, pool: Tensor, most: int) -> None:
-        """Computes prompts of up to `most` tokens that are written nowhere: kernels are compiled
-        for numbers of rows, and a first request should not wait for that."""
-        page_size = pool.shape[2]
-        rows = min(most, pool.shape[0] * page_size, self.config.max_position_embeddings)
-        while rows >= min(most, SMALLEST_WARM):
-            began = time.monotonic()
-            table = tuple(range(-(-rows // page_size)))
-            item = SequenceSlice(table, 0, rows, rows)
-            hidden = self.forward(
-                Batch.build([item], [[0] * rows], page_size, self.device), pool, "mha"
-            )
-            if self.weights.mtp is not None and rows > 1:
-                later = SequenceSlice(table, 1, rows, rows)
-                batch = Batch.build([later], [[0] * (rows - 1)], page_size, self.device)
-                self.mtp_forward(batch, hidden[:-1], pool, "mha")
-            self.logits(hidden[-1:]).argmax().item()
-            seconds = round(time.monotonic() - began, 2)
-            event(log, "warmed up", rows=rows, seconds=seconds)
-            rows //= 2
 
     @torch.no_grad()
     def capture(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pdmesh.kernels.expert_exchange import ExchangeSize
 from pdmesh.model.config import ModelConfig
+from pdmesh.model.device.layers import MASKED_ROWS
 from pdmesh.model.device.weights import round_up
 from pdmesh.model.parallel.placement import Placement
 from pdmesh.model.parallel.plans import first_placement
@@ -72,8 +73,10 @@ class Spread:
 def spread_over(
     config: ModelConfig, mtp: bool, rank: int, ranks: int, redundant: int, rows: int, threshold: int
 ) -> Spread:
-    """Where experts are, and room for whatever rows choose them: all rows of all ranks may want
-    one expert.
+    """Where experts are, and room for whatever rows choose them.
+
+    As on one rank alone, steps of up to `MASKED_ROWS` rows take the masked layout, with room for
+    all rows of all ranks at every expert; larger ones, those of a prefill, the contiguous one.
 
     Args:
         config: of the model.
@@ -92,9 +95,12 @@ def spread_over(
         raise ConfigError("this model has no routed experts to spread over ranks")
     placement = first_placement(layers, config.n_routed_experts, ranks, redundant)
     slots = max(len(own) for layer in placement.layers for own in layer)
-    most = round_up(ranks * rows)
+    shape = (ranks, slots, rows, config.hidden_size, config.gate.top_k)
     try:
-        size = ExchangeSize(ranks, slots, rows, config.hidden_size, config.gate.top_k, most)
+        if rows > MASKED_ROWS:
+            size = ExchangeSize.contiguous(*shape)
+        else:
+            size = ExchangeSize(*shape, round_up(ranks * rows))
     except ValueError as error:
         raise ConfigError(f"rows of this model cannot be sent to ranks in FP8: {error}") from error
     return Spread(rank, placement, Exchange(size, threshold))

@@ -19,7 +19,7 @@ from pdmesh.model.device.layers import Layers, Projected
 from pdmesh.model.device.step import DeviceStep, padding_of_halves
 from pdmesh.model.device.weights import LayerWeights, MlpWeights, MoeWeights
 from pdmesh.model.parallel.exchange import Channel, CombineHandle, DispatchHandle
-from pdmesh.model.parallel.nvshmem import NvshmemExperts, ReceivedMasked
+from pdmesh.model.parallel.nvshmem import NvshmemExperts, ReceivedContiguous, ReceivedMasked
 from pdmesh.model.parallel.schedule import WHOLE, Item, Stage
 
 
@@ -212,11 +212,14 @@ class Stages:
     def _compute(self, flow: DeviceFlow, w: MoeWeights) -> None:
         assert flow.dispatched is not None
         received = self.exchange.dispatch_recv(flow.dispatched)
-        assert isinstance(received, ReceivedMasked)
-        rows, counts, _ = received.arrived
-        size = self.exchange.size
-        expected = max(1, (flow.residual.shape[0] or size.tokens) * size.top_k // size.slots)
-        made = self.layers.masked_experts(w, rows, counts, expected)
+        if isinstance(received, ReceivedContiguous):
+            made = received.quantised_outputs(self.layers.ops, w.gate_up, w.down)
+        else:
+            assert isinstance(received, ReceivedMasked)
+            rows, counts, _ = received.arrived
+            size = self.exchange.size
+            expected = max(1, (flow.residual.shape[0] or size.tokens) * size.top_k // size.slots)
+            made = self.layers.masked_experts(w, rows, counts, expected)
         flow.combined = self.exchange.combine_send(flow.dispatched, received, made)
         flow.dispatched = None
 

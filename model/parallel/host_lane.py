@@ -15,7 +15,13 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from pdmesh.kernels.expert_exchange import Arrived, ExchangeSize, new_arrived
+from pdmesh.kernels.expert_exchange import (
+    AnyArrived,
+    Arrived,
+    ArrivedContiguous,
+    ExchangeSize,
+    room_for,
+)
 from pdmesh.kernels.fp8 import BLOCK
 from pdmesh.kernels.moe import weighted_sum
 from pdmesh.kernels.quantised import Rows, quantise_rows
@@ -68,10 +74,8 @@ class HostLane:
         self._memory = heap.allocate(self._nbytes)
         self._blocks = [self._views(base) for base in heap.addresses(self._memory)]
         self._own = self._blocks[heap.rank]
-        if size.capacity:
-            raise ValueError("ranks in memory of the host take the masked layout")
-        self.arrived = new_arrived(size, heap.device)
-        shape = (size.slots, size.max_rows, size.hidden)
+        self.arrived = room_for(size, heap.device)
+        shape = (*size.layout, size.hidden)
         self.made = torch.empty(shape, dtype=torch.bfloat16, device=heap.device)
         self.step = 0
         self._asked = [0] * ranks
@@ -132,8 +136,8 @@ class HostLane:
             block["tags"][half, me] = self.step
             self._bytes["dispatch"][peer] += size.dispatch_bytes(count)
 
-    def receive_rows(self) -> Arrived:
-        """dispatch_recv: waits, and lays the rows out."""
+    def receive_rows(self) -> AnyArrived:
+        """dispatch_recv: waits, and lays the rows out; only as many as there are."""
         half, size, own = self.step % 2, self.size, self._own
         tags = own["tags"][half]
         self._wait(lambda rank: int(tags[rank]) == self.step, list(self._members()))
@@ -150,28 +154,42 @@ class HostLane:
         pairs = torch.cat(parts, dim=1) if parts else torch.empty((4, 0), dtype=torch.int64)
         slots, homes, row, where = pairs[:, pairs[0].argsort(stable=True)]
         counts = torch.bincount(slots, minlength=size.slots)
-        most = int(counts.max()) if slots.numel() else 0
-        if most > size.max_rows:
-            self._shared.lost[-1] = most
-            most = size.max_rows
-        first = counts.cumsum(0) - counts
-        place = torch.arange(slots.shape[0]) - first[slots]
-        kept = place < size.max_rows
-        at = (slots[kept], place[kept])
+        place = torch.arange(slots.shape[0]) - (counts.cumsum(0) - counts)[slots]
+        # Contiguous: an expert begins behind the last block of the one before; masked: each at 0.
+        blocks = -(-counts // size.align) * size.align if size.align else torch.zeros_like(counts)
+        begins = blocks.cumsum(0) - blocks
+        need = int(blocks.sum() if size.align else counts.max())
+        if need > size.room:
+            self._shared.lost[-1] = need
+        used = min(need, size.room)
+        place += begins[slots]
+        kept = place < size.room
+        at = (place[kept],) if size.align else (slots[kept], place[kept])
         source = (half, homes[kept], row[kept])
-        (values, scales), found, origins = self.arrived
-        values.view(torch.uint8)[at] = own["values"].view(torch.uint8)[source]
-        scales[at] = own["scales"][source]
-        origins[at] = where[kept].int()
-        found.copy_(counts.clamp(max=size.max_rows))
-        rows = Rows(values[:, :most], scales[:, :most])
-        return Arrived(rows, found, origins[:, :most])
+        arrived = self.arrived
+        arrived.rows.values.view(torch.uint8)[at] = own["values"].view(torch.uint8)[source]
+        arrived.rows.scales[at] = own["scales"][source]
+        arrived.homes[at] = where[kept].int()
+        arrived.counts.copy_(counts.minimum((size.room - begins).clamp(min=0)))
+        (values, scales), found = arrived.rows, arrived.counts
+        if isinstance(arrived, Arrived):
+            rows = Rows(values[:, :used], scales[:, :used])
+            return Arrived(rows, found, arrived.homes[:, :used])
+        arrived.row_expert.fill_(-1)
+        arrived.row_expert[at] = slots[kept].int()
+        arrived.used.fill_(used)
+        rows, experts = Rows(values[:used], scales[:used]), arrived.row_expert[:used]
+        return ArrivedContiguous(rows, found, arrived.homes[:used], experts, arrived.used)
 
     def send_outputs(self, outputs: Tensor) -> None:
-        """combine_send: [slots, rows, h] bfloat16."""
-        size, (_, counts, homes) = self.size, self.arrived
-        real = torch.arange(outputs.shape[1]) < counts[:, None]
-        where = homes[:, : outputs.shape[1]][real].long()
+        """combine_send: [..., h] bfloat16 in the layout of what was received."""
+        size, arrived = self.size, self.arrived
+        if isinstance(arrived, Arrived):
+            real = torch.arange(outputs.shape[1]) < arrived.counts[:, None]
+            where = arrived.homes[:, : outputs.shape[1]][real].long()
+        else:
+            real = arrived.row_expert[: outputs.shape[0]] >= 0
+            where = arrived.homes[: outputs.shape[0]][real].long()
         each = size.tokens * size.top_k
         made = outputs[real]
         for home in self._members():

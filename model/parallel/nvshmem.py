@@ -124,7 +124,7 @@ class ReceivedContiguous:
     Attributes:
         channel: the dispatch that they came by.
         arrived: rows [capacity, h] in FP8 and the expert of each, valid until the lane's next
-            dispatch is received.
+            dispatch is received; on a host as many as are used.
         made: [capacity, h] bfloat16 in the lane's own memory, where `combine_send` reads outputs
             without a copy.
     """
@@ -166,7 +166,7 @@ def _received(
     """What the dispatch `channel` brought, in the layout that it has."""
     if isinstance(arrived, Arrived):
         return ReceivedMasked(channel, arrived, made[:, : arrived.rows.values.shape[1]])
-    return ReceivedContiguous(channel, arrived, made)
+    return ReceivedContiguous(channel, arrived, made[: arrived.rows.values.shape[0]])
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from pdmesh.model.expert_source import ExpertSource, StoredExperts
 from pdmesh.model.moe import Moe
 from pdmesh.model.parallel.balancer import BalanceRule
 from pdmesh.model.parallel.device_forming import Prepare
+from pdmesh.model.parallel.device_heap import check_nvshmem
 from pdmesh.model.parallel.device_member import DeviceMember
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.meeting import Place
@@ -25,7 +26,8 @@ from pdmesh.model.parallel.member import Member
 from pdmesh.model.parallel.plans import first_placement
 from pdmesh.model.parallel.spread import SpreadModel
 from pdmesh.model.parallel.virtual import Settings, VirtualRanks
-from pdmesh.model.random_weights import RandomExperts
+from pdmesh.model.random_weights import RandomExperts, served_config
+from pdmesh.model.served import Placing
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.logs import event
@@ -53,7 +55,7 @@ class Ranks:
         tp: consecutive ranks that share a batch's attention heads.
         path: the checkpoint that experts are read from, where the model was loaded without them.
         microbatch_rows: rows of the largest batch from which on ranks compute in two microbatches.
-        most_rows: of a step; 0: any. Ranks in FP8 need to know.
+        most_rows: of a step. Only ranks in FP8 need to know, and cut larger ones.
         random: weights that are made; experts are made too, then, not read.
     """
 
@@ -88,11 +90,6 @@ class Ranks:
             raise ConfigError(
                 "ranks in fp8 have all attention heads; leave tp at 1, or add --precision plain"
             )
-        if not self.most_rows:
-            raise ConfigError(
-                "prefill workers in fp8 compute with all experts; leave their ep at 1, or add "
-                "--precision plain"
-            )
         shape = (count, self.redundant, self.most_rows, self.microbatch_rows)
         return spread_over(config, mtp, self.rank, *shape)
 
@@ -100,6 +97,22 @@ class Ranks:
     def follows(self) -> bool:
         """Whether this rank has no request of its own, and computes with the one that leads it."""
         return self.rank % self.tp != 0
+
+
+def planned_spread(
+    ranks: Ranks, placing: Placing, path: Path, mtp: bool, random: RandomWeights | None
+) -> Spread | None:
+    """A worker's part of a model in FP8, before anything is loaded; None where it has none.
+
+    Raises:
+        ConfigError: ranks in FP8 cannot be such, or not on this machine.
+    """
+    if placing.chosen != "fp8":
+        return None
+    spread = ranks.spread(served_config(path, random), mtp)
+    if spread is not None and placing.device.startswith("cuda"):
+        check_nvshmem()
+    return spread
 
 
 def check_rank(ranks: Ranks) -> None:
