@@ -173,6 +173,8 @@ async def test_status_and_metrics_tell_the_same_while_an_answer_runs(served):
             async with asking as (task, answer):
                 await meshes.first_token(task, answer)
                 _, decode = await scraped(mesh)
+                while not (decode["pdmesh_num_requests_running"] or task.done()):
+                    _, decode = await scraped(mesh)  # the first token is prefill's
                 (status,) = [s for s in await mesh.statuses() if s.role == "decode"]
                 running = not task.done()
     assert decode["pdmesh_num_requests_running"] == decode["pdmesh_num_leases"] == 1

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,6 +21,8 @@ MARK = "PDMESH_GPU_JOB"
 """The variable by which a job's processes are known, whatever session they are in."""
 GRACE_S = 5.0
 """Between asking a process group to end and ending it."""
+GONE_S = 10.0
+"""For which what was killed may take to be gone."""
 LOG_BYTES = 512 << 10
 """Of a longer log the beginning and the end are kept."""
 SHOWN = "index,clocks.sm,clocks.mem,power.draw,temperature.gpu,memory.used"
@@ -166,3 +169,16 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
             process.wait(wait_s)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    until = time.monotonic() + GONE_S
+    while group_lives(process.pid) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def group_lives(group: int) -> bool:
+    """Whether any process of a group still runs: one that was killed takes a moment to end."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, of, *_ = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+            if int(of) == group and state not in "ZX":
+                return True
+    return False

@@ -34,6 +34,7 @@ EXCHANGE = (
             _CHOOSE.format(ids),
             {"MOST": most, "SLOTS": 32, "BLOCK": 2048, "COPIES": copies},
             {"num_warps": 4},
+            variant=ids,
         )
         for most, copies in ((1, 1), (3, 4))
         for ids in _IDS
@@ -45,6 +46,7 @@ EXCHANGE = (
             _NUMBER.format(ids),
             {"RANKS": 8, "SLOTS": 32, "TOP": 8, "BLOCK": 256, "SLOTS_P2": 32, "TOP_P2": 8},
             {"num_warps": 8},
+            variant=ids,
         )
         for ids in _IDS
     ),
@@ -54,6 +56,7 @@ EXCHANGE = (
             "send_kernel",
             _SEND.format(ids),
             {"RANKS": 8, **_ROW, "RANKS_P2": 8, "TOP_P2": 8},
+            variant=ids,
         )
         for ids in _IDS
     ),
@@ -83,6 +86,7 @@ EXCHANGE = (
             _SUM.format(ids),
             {"TOP": 8, "HIDDEN": 7168, "PART": 1024},
             {"enable_fp_fusion": False},
+            variant=ids,
         )
         for ids in _IDS
     ),

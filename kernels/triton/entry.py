@@ -18,6 +18,7 @@ class Entry:
             sizes often.
         constants: the constexpr arguments by name, which come after the others.
         options: num_warps, num_stages, enable_fp_fusion.
+        variant: tells entries apart that differ in their types alone.
     """
 
     module: str
@@ -25,9 +26,11 @@ class Entry:
     types: str
     constants: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    variant: str = ""
 
     @property
     def name(self) -> str:
-        """Module, kernel and constants, as a test names it."""
-        values = "-".join(str(value) for value in self.constants.values())
+        """Module, kernel, constants and variant, as a test names it."""
+        words = [*self.constants.values(), *([self.variant] if self.variant else [])]
+        values = "-".join(str(word) for word in words)
         return f"{self.module}.{self.kernel}[{values}]"
