@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import threading
+from abc import ABC, abstractmethod
 from contextlib import suppress
 
 from pdmesh.kvtransfer.shm import host_and_user, peer_uid, socket_name
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 CONNECT_S = 2.0
 
 
-class LocalPageServer:
+class LocalPageServer(ABC):
     """Answers readers of this host and user, one after the other."""
 
     def __init__(self) -> None:
@@ -53,9 +54,9 @@ class LocalPageServer:
         self._socket.close()
         self._socket = None
 
+    @abstractmethod
     def _answer(self, sock: socket.socket) -> None:
         """Tells a reader where the pages are. What is sent fits the buffer of its connection."""
-        raise NotImplementedError
 
     def _serve(self, server: socket.socket) -> None:
         """Until the socket is shut."""

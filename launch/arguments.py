@@ -380,7 +380,7 @@ def _add_simulate(simulate: argparse.ArgumentParser) -> None:
 
 def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     doctor.add_argument("--model", type=Path, metavar="DIR", help="checkpoint (default: shipped)")
-    doctor.add_argument("--device", help="cpu, cuda or cuda:N (default: the best there is)")
+    doctor.add_argument("--device", help="cpu, cuda, cuda:N or cuda:N,cuda:M (default: the best)")
     doctor.add_argument("--latents", metavar="P", help="in the pages: plain (default) or fp8")
     doctor.add_argument("--precision", metavar="P", help="plain, fp8 or auto (default)")
     _add_random(doctor)

@@ -77,12 +77,21 @@ def _device(arguments: argparse.Namespace) -> list[str]:
     check_model(topology.model_path)
     check_device(topology, config_with(topology, model_fields(topology.model_path)))
     model = topology.model
-    return device_report(
-        topology.model_path, arguments.device, model.latents, model.precision, topology.random
-    )
+    return [
+        line
+        for device in _devices(arguments)
+        for line in device_report(
+            topology.model_path, device, model.latents, model.precision, topology.random
+        )
+    ]
 
 
 def _pages(arguments: argparse.Namespace) -> list[str]:
     from pdmesh.kvtransfer.transports import transport_report
 
-    return [transport_report(arguments.device)]
+    return list(dict.fromkeys(map(transport_report, _devices(arguments))))
+
+
+def _devices(arguments: argparse.Namespace) -> list[str | None]:
+    """Those that workers would take in turn; None is the best there is."""
+    return [None] if arguments.device is None else arguments.device.split(",")

@@ -21,9 +21,22 @@ def test_a_machine_without_a_gpu_computes_everything_in_torch(capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_a_problem(capsys):
-    assert main(["doctor", "--device", "cuda"]) == 2
-    assert "PROBLEM: cuda was asked for, and" in capsys.readouterr().out
+@pytest.mark.parametrize("device", ["cuda", "cuda:0,cuda:1"])
+def test_a_device_that_is_not_there_is_a_problem(capsys, device):
+    assert main(["doctor", "--device", device]) == 2
+    assert f"PROBLEM: {device.split(',')[0]} was asked for, and" in capsys.readouterr().out
+
+
+def test_several_devices_are_looked_at_one_by_one(capsys, monkeypatch):
+    monkeypatch.setattr("pdmesh.model.device.report.device_report", lambda _, d, *rest: [f"at {d}"])
+    monkeypatch.setattr("pdmesh.kvtransfer.transports.transport_report", lambda d: "over tcp")
+    assert main(["doctor", "--device", "cuda:0,cuda:1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(("device", "pages"))] == [
+        "device   at cuda:0",
+        "device   at cuda:1",
+        "pages    over tcp",
+    ]
 
 
 def test_a_store_that_does_not_answer_is_a_problem_whose_password_stays_hidden(capsys):
