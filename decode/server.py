@@ -31,22 +31,17 @@ from pdmesh.kvtransfer.sender import TransferSender
 from pdmesh.kvtransfer.transports import make_dialers, make_listeners, make_page_transports
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.device.model import DeviceModel
-from pdmesh.model.device.spread import Spread
 from pdmesh.model.parallel.serving import (
-    Ranks,
     computing,
     follow,
     join_ranks,
-    planned_spread,
     rank_status,
 )
-from pdmesh.model.planning import plan_pages
 from pdmesh.model.served import (
-    Placing,
-    load_served_model,
     served_grammars,
     store_dtype,
 )
+from pdmesh.model.starting import start_model
 from pdmesh.registry.draining import Life, Workload, counted
 from pdmesh.registry.host import Binding, host_worker
 from pdmesh.registry.loading import LoadingLog
@@ -84,10 +79,11 @@ async def serve_decode(config: DecodeConfig) -> None:
     """
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
-    ranks = _ranks(config)
-    spread = planned_spread(ranks, _placing(config), config.model_path, config.mtp, config.random)
-    config = _planned(config)
-    model, fmt = _load(config, spread)
+    loading = partial(LoadingLog, config.worker_id, config.model_path)
+    rows = step_rows(config.max_batch, config.draft_tokens)
+    started = start_model(config, "decode", rows, config.max_batch, loading)
+    config = replace(config, pages=started.pages)
+    model, fmt, ranks, spread = started.model, started.fmt, started.ranks, started.spread
     if ranks.follows:
         await follow(model, fmt, ranks, config.worker_id)
         return
@@ -239,70 +235,6 @@ async def serve_decode(config: DecodeConfig) -> None:
     async with metrics_endpoint(metrics.registry, config.host, config.metrics_port), watch:
         run = partial(watched, partial(computing, worker.run, rank), watchdog)
         await host_worker(binding, methods, run, lease, finish, life, work, config.drain_s)
-
-
-def _placing(config: DecodeConfig) -> Placing:
-    return Placing(config.device, config.precision, config.latents)
-
-
-def _ranks(config: DecodeConfig) -> Ranks:
-    return Ranks(
-        config.ep_rank,
-        config.ep_ranks,
-        f"{config.mesh}/decode",
-        2 * config.lease_ttl_s,
-        config.redundant_experts,
-        config.rebalance,
-        config.virtual_ranks,
-        config.tp,
-        config.model_path if len(config.ep_ranks) > 1 else None,
-        config.microbatch_rows,
-        step_rows(config.max_batch, config.draft_tokens),
-        config.random,
-    )
-
-
-def _planned(config: DecodeConfig) -> DecodeConfig:
-    """The config with the number of pages that there is room for."""
-    pages, plan = plan_pages(
-        config.model_path,
-        _placing(config),
-        mtp=config.mtp,
-        page_size=config.page_size,
-        share=config.memory_share,
-        pages=config.pages,
-        rows=step_rows(config.max_batch, config.draft_tokens),
-        sequences=config.max_batch,
-        dtype=config.dtype,
-        random=config.random,
-        ranks=max(1, len(config.ep_ranks)),
-        redundant=config.redundant_experts,
-        threshold=config.microbatch_rows,
-    )
-    if plan is not None:
-        event(log, "memory planned", worker=config.worker_id, plan=plan.describe())
-    return replace(config, pages=pages)
-
-
-def _load(
-    config: DecodeConfig, spread: Spread | None
-) -> tuple[DeepseekV3 | DeviceModel, PageFormat]:
-    loading = LoadingLog(config.worker_id, config.model_path)
-    loaded = load_served_model(
-        config.model_path,
-        config.model_name,
-        dtype=config.dtype,
-        placing=_placing(config),
-        mtp=config.mtp,
-        page_size=config.page_size,
-        arithmetic=config.arithmetic,
-        progress=loading.progress,
-        experts=len(config.ep_ranks) < 2,
-        spread=spread,
-        random=config.random,
-    )
-    loading.loaded()
-    return loaded
 
 
 def _limits(

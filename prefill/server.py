@@ -18,25 +18,19 @@ from pdmesh.kvcache.replicas import ReplicaHints
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.pull_exchange import PrefixExchange
 from pdmesh.kvtransfer.transports import make_page_transports
-from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.rank import DeviceRank
-from pdmesh.model.device.spread import Spread
 from pdmesh.model.parallel.serving import (
-    Ranks,
     computing,
     follow,
     join_ranks,
-    planned_spread,
     rank_status,
 )
-from pdmesh.model.planning import plan_pages
 from pdmesh.model.served import (
-    Placing,
-    load_served_model,
     served_grammars,
     store_dtype,
 )
+from pdmesh.model.starting import start_model
 from pdmesh.prefill.config import STEP_PROMPTS, PrefillConfig, step_rows
 from pdmesh.prefill.facts import PrefillStepFacts
 from pdmesh.prefill.metrics import PrefillMetrics
@@ -56,7 +50,6 @@ from pdmesh.registry.replicas import watching_replicas
 from pdmesh.registry.transfer_metrics import TransferMetrics
 from pdmesh.registry.watchdog import Watchdog, end_process, step_bound_s, watched
 from pdmesh.wire.handoff import ChecksumsRequest, PageChecksums
-from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
 from pdmesh.wire.logs import event
 from pdmesh.wire.messages import Empty, FirstToken, PrefillRequest, WorkerRecord, WorkerStatus
@@ -74,10 +67,11 @@ async def serve_prefill(config: PrefillConfig) -> None:
     """
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
-    ranks = _ranks(config)
-    spread = planned_spread(ranks, _placing(config), config.model_path, config.mtp, config.random)
-    config = _planned(config)
-    model, fmt = _load(config, spread)
+    loading = partial(LoadingLog, config.worker_id, config.model_path)
+    rows = step_rows(config.chunk_tokens, config.page_size)
+    started = start_model(config, "prefill", rows, STEP_PROMPTS, loading)
+    config = replace(config, pages=started.pages)
+    model, fmt, ranks, spread = started.model, started.fmt, started.ranks, started.spread
     if ranks.follows:
         await follow(model, fmt, ranks, config.worker_id)
         return
@@ -234,67 +228,3 @@ async def serve_prefill(config: PrefillConfig) -> None:
     async with metrics_endpoint(metrics.registry, config.host, config.metrics_port), watch:
         run = partial(watched, partial(computing, worker.run, rank), watchdog)
         await host_worker(binding, methods, run, lease, finish, life, work, config.drain_s)
-
-
-def _placing(config: PrefillConfig) -> Placing:
-    return Placing(config.device, config.precision, config.latents)
-
-
-def _ranks(config: PrefillConfig) -> Ranks:
-    return Ranks(
-        config.ep_rank,
-        config.ep_ranks,
-        f"{config.mesh}/prefill",
-        2 * config.lease_ttl_s,
-        config.redundant_experts,
-        config.rebalance,
-        config.virtual_ranks,
-        config.tp,
-        config.model_path if len(config.ep_ranks) > 1 else None,
-        config.microbatch_rows,
-        step_rows(config.chunk_tokens, config.page_size),
-        config.random,
-    )
-
-
-def _planned(config: PrefillConfig) -> PrefillConfig:
-    """The config with the number of pages that there is room for."""
-    pages, plan = plan_pages(
-        config.model_path,
-        _placing(config),
-        mtp=config.mtp,
-        page_size=config.page_size,
-        share=config.memory_share,
-        pages=config.pages,
-        rows=step_rows(config.chunk_tokens, config.page_size),
-        sequences=STEP_PROMPTS,
-        dtype=config.dtype,
-        random=config.random,
-        ranks=max(1, len(config.ep_ranks)),
-        redundant=config.redundant_experts,
-        threshold=config.microbatch_rows,
-    )
-    if plan is not None:
-        event(log, "memory planned", worker=config.worker_id, plan=plan.describe())
-    return replace(config, pages=pages)
-
-
-def _load(
-    config: PrefillConfig, spread: Spread | None
-) -> tuple[DeepseekV3 | DeviceModel, PageFormat]:
-    loading = LoadingLog(config.worker_id, config.model_path)
-    loaded = load_served_model(
-        config.model_path,
-        config.model_name,
-        dtype=config.dtype,
-        placing=_placing(config),
-        mtp=config.mtp,
-        page_size=config.page_size,
-        arithmetic=config.arithmetic,
-        progress=loading.progress,
-        experts=len(config.ep_ranks) < 2,
-        spread=spread,
-        random=config.random,
-    )
-    loading.loaded()
-    return loaded

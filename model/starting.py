@@ -1,0 +1,168 @@
+"""What both kinds of workers do before they serve: ranks, memory, and the model, in this order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.device.model import DeviceModel
+from pdmesh.model.device.spread import Spread
+from pdmesh.model.parallel.serving import Ranks, planned_spread
+from pdmesh.model.planning import plan_pages
+from pdmesh.model.served import Placing, load_served_model
+from pdmesh.wire.hashes import Arithmetic, PageFormat
+from pdmesh.wire.logs import event
+from pdmesh.wire.random_weights import RandomWeights
+
+log = logging.getLogger(__name__)
+
+
+class ComputingConfig(Protocol):
+    """Of a worker's settings, those that say what it computes, where, and with whom."""
+
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def mesh(self) -> str: ...
+    @property
+    def model_path(self) -> Path: ...
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def random(self) -> RandomWeights | None: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def latents(self) -> str: ...
+    @property
+    def memory_share(self) -> float: ...
+    @property
+    def arithmetic(self) -> Arithmetic: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def mtp(self) -> bool: ...
+    @property
+    def pages(self) -> int: ...
+    @property
+    def lease_ttl_s(self) -> float: ...
+    @property
+    def ep_rank(self) -> int: ...
+    @property
+    def ep_ranks(self) -> tuple[str, ...]: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def redundant_experts(self) -> int: ...
+    @property
+    def rebalance(self) -> bool: ...
+    @property
+    def microbatch_rows(self) -> int: ...
+    @property
+    def virtual_ranks(self) -> int: ...
+
+
+class Loading(Protocol):
+    """Told of a load that has begun."""
+
+    def progress(self, name: str, done: int, total: int, /) -> None:
+        """As `Progress`."""
+
+    def loaded(self) -> None:
+        """The model is in memory."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a worker has before it serves.
+
+    Attributes:
+        model, fmt: of `load_served_model`.
+        ranks: the group that it is to join.
+        spread: its part of a model in FP8, if it is a rank of one.
+        pages: of its pool.
+    """
+
+    model: DeepseekV3 | DeviceModel
+    fmt: PageFormat
+    ranks: Ranks
+    spread: Spread | None
+    pages: int
+
+
+def start_model(
+    config: ComputingConfig,
+    role: str,
+    rows: int,
+    sequences: int,
+    loading: Callable[[], Loading],
+) -> Started:
+    """Plans the worker's memory, then loads its model, or its part of one.
+
+    Args:
+        role: "prefill" or "decode"; a group's ranks are of one role.
+        rows: of the largest step.
+        sequences: of the largest batch.
+        loading: called when the load begins.
+
+    Raises:
+        ConfigError: the model cannot be served, not so, or not here.
+    """
+    path, alone = config.model_path, len(config.ep_ranks) < 2
+    placing = Placing(config.device, config.precision, config.latents)
+    ranks = Ranks(
+        config.ep_rank,
+        config.ep_ranks,
+        f"{config.mesh}/{role}",
+        2 * config.lease_ttl_s,
+        config.redundant_experts,
+        config.rebalance,
+        config.virtual_ranks,
+        config.tp,
+        None if alone else path,
+        config.microbatch_rows,
+        rows,
+        config.random,
+    )
+    spread = planned_spread(ranks, placing, path, config.mtp, config.random)
+    pages, plan = plan_pages(
+        path,
+        placing,
+        mtp=config.mtp,
+        page_size=config.page_size,
+        share=config.memory_share,
+        pages=config.pages,
+        rows=rows,
+        sequences=sequences,
+        dtype=config.dtype,
+        random=config.random,
+        ranks=max(1, len(config.ep_ranks)),
+        redundant=config.redundant_experts,
+        threshold=config.microbatch_rows,
+    )
+    if plan is not None:
+        event(log, "memory planned", worker=config.worker_id, plan=plan.describe())
+    begun = loading()
+    model, fmt = load_served_model(
+        path,
+        config.model_name,
+        dtype=config.dtype,
+        placing=placing,
+        mtp=config.mtp,
+        page_size=config.page_size,
+        arithmetic=config.arithmetic,
+        progress=begun.progress,
+        experts=alone,
+        spread=spread,
+        random=config.random,
+    )
+    begun.loaded()
+    return Started(model, fmt, ranks, spread, pages)
