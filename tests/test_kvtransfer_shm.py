@@ -43,12 +43,7 @@ def shm_rig(page_format=FORMAT, check_every=1, **options):
     try:
         yield rig
     finally:
-        rig.close()
-        assert rig.problems() == []
-        deadline = time.monotonic() + PATIENCE
-        while rig.sender.num_transfers and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert rig.sender.num_transfers == 0
+        rig.end()
 
 
 def wait_phase(rig: Rig, phase: Phase | None, lease_id: str = "a") -> None:
