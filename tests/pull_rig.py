@@ -86,7 +86,10 @@ class Way:
 
 
 def exchange_of(kv, store, fmt, name, way_to, transport="loopback", **options):
-    """An exchange over one transport, and its reader."""
+    """An exchange over one transport, and its reader.
+
+    A pull may take as long as a busy machine needs, where a test does not say otherwise.
+    """
     if transport == "loopback":
         reader = LoopbackPageReader(store)
         own = (lambda lender: LoopbackPageServer(store, lender), reader)
@@ -99,6 +102,7 @@ def exchange_of(kv, store, fmt, name, way_to, transport="loopback", **options):
     else:
         own = tcp_transport(store, "127.0.0.1")
         reader = own[1]
+    options = {"timeout_s": PATIENCE} | options
     made = PrefixExchange(kv, name, fmt, [own], owner_at=way_to, **options)
     made.fetcher.costs = ALWAYS
     made.start()

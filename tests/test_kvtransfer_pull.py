@@ -286,7 +286,7 @@ async def test_an_owner_that_never_answers_is_waited_for_a_bounded_time(method):
         mesh.way.before[method] = answered.wait
         assert await mesh.fetch(hashes) == 0
         assert dict(mesh.reader.fetcher.failures) == {"timeout": 1}
-        assert not mesh.reader.kv.num_reservations
+        await until(lambda: not mesh.reader.kv.num_reservations)
         answered.set()
         await until(lambda: mesh.way.calls.count("give_back") >= 1)
 
@@ -462,13 +462,14 @@ async def test_renewals_that_are_lost_do_no_harm():
 async def test_the_owner_ends_loans_by_itself():
     """The reader has died; a timer on the owner's loop gives the pages back."""
     hashes = chain(6)
-    async with pair(clock=asyncio.get_running_loop().time) as mesh:
+    async with pair() as mesh:
         mesh.owner.compute(hashes)
         mesh.owner.lender._ttl_s = 0.02
         await mesh.owner.exchange.lend(
             LoanRequest(loan_id="dead", page_format=FORMAT, hashes=hashes)
         )
         assert mesh.owner.kv.available == 10
+        mesh.clock.now += 1.0
         await until(lambda: mesh.owner.kv.available == 16)
 
 
