@@ -131,6 +131,18 @@ async def test_when_a_rank_is_lost_all_others_end_at_once_and_say_who(models):
         await members[1].ended()
 
 
+async def test_a_wait_for_the_end_that_is_given_up_does_not_hide_why_it_came(models):
+    model, _ = models
+    with group(model, 2) as members:
+        waiting = asyncio.ensure_future(members[0].ended())
+        await asyncio.wait({waiting}, timeout=0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        members[1].close()  # as the connections of a process that dies
+        with pytest.raises(RankLost, match="rank 1 is lost"):
+            await asyncio.wait_for(members[0].ended(), 20)
+
+
 async def test_a_rank_that_is_lost_in_the_middle_of_a_step_ends_the_wait_for_its_rows(models):
     model, _ = models
     with group(model, 2) as members:

@@ -1,5 +1,6 @@
 """Ranks as processes have them, over sockets: the same bits as one process, whoever is lost."""
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -193,6 +194,19 @@ def test_a_layer_is_told_once_even_if_its_step_is_computed_again():
         got = members[0].forward(item.batch, item.latents[0], item.form, told.append)
         same([got], [step.hidden[0]])
         assert told == list(range(len(model.layers)))
+
+
+async def test_a_wait_for_the_end_that_is_given_up_is_none(caplog):
+    """A worker that ends gives up its wait, and then leaves its group."""
+    model = wide_model()
+    with group(model, 2) as members:
+        waiting = asyncio.ensure_future(members[0].ended())
+        await asyncio.wait({waiting}, timeout=0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        await asyncio.to_thread(members[0].close)
+        await members[0].ended()
+    assert "the steps of this rank have ended" not in caplog.text
 
 
 def test_a_step_that_fails_at_one_rank_fails_there_alone():

@@ -92,6 +92,7 @@ class DeviceMember:
         self._sent_bytes = 0
         self._thread = threading.Thread(target=self._run, name="ep-steps", daemon=True)
         self._ended: Future[None] = Future()
+        self._ended.set_running_or_notify_cancel()  # or whoever gives up a wait would cancel it
 
     # ---- as a model -----------------------------------------------------------------------
 
