@@ -370,7 +370,7 @@ class MovingMesh:
         self._load = {}
 
     async def start(self, count: int = 1, request_id: str = "r", **sampling):
-        """A request whose answers are all at the place where they wait."""
+        """A request whose answers are all at the place where they wait, as the router knows too."""
         sampling = {"max_tokens": len(STORY), **sampling}
         if count > 1:
             sampling["n"] = count
@@ -379,7 +379,8 @@ class MovingMesh:
         async with asyncio.timeout(60):
             for _ in range(count):
                 await self.decode[0].paused.acquire()
-            while len(await self.running(request_id)) < count:
+            come = self.decode[0].pause_at or 0
+            while sum(a.tokens >= come for a in await self.running(request_id)) < count:
                 await asyncio.sleep(0.002)
         return answer
 
