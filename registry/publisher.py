@@ -76,7 +76,7 @@ class WorkerLease:
         self._ledger = Ledger(Layout(1), 0, 0)
         self._backlog = 0
         self._state: WorkerState = "joining"
-        self._told: WorkerState = "joining"
+        self._told: WorkerState | None = "joining"
         self._floor = 0
         self._doubt = ""
         self._lost: set[str] = set()
@@ -246,11 +246,14 @@ class WorkerLease:
             await self._register_again()
         except StoreUnavailable as error:
             self._note_lost(error, "pages")
-            self._wake.set()
+        finally:
+            if self._told != self._state:
+                self._wake.set()
 
     async def _tell_state(self) -> None:
         state = self._state
         if self._told != state:
+            self._told = None  # without an answer the store may have heard it or not
             await self._call("set_state", self.epoch, self._ttl_ms, state)
             self._told = state
 

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -189,6 +189,22 @@ async def test_a_worker_says_that_it_starts_is_ready_and_drains():
         assert (await client.unary("Status", Empty(), WorkerStatus, timeout=30)).state == "draining"
         worker.lease.drained.set()
     await asyncio.wait_for(worker.running, 180)
+
+
+async def test_a_worker_ends_though_its_registration_takes_no_notice_of_that_at_first():
+    worker, begun = Worker(), asyncio.Event()
+
+    async def start():
+        begun.set()
+        with suppress(asyncio.CancelledError):  # as a wait of Python 3.11 may, once
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    worker.lease.start = start
+    await begun.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(worker.running, 30)
+    assert worker.lease.calls == ["close"]
 
 
 @asynccontextmanager

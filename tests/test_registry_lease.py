@@ -1,6 +1,7 @@
 """Workers' leases and the router's view of them, over a real server that comes and goes."""
 
 import asyncio
+import functools
 import os
 import secrets
 import signal
@@ -192,7 +193,7 @@ async def test_pages_may_be_published_from_another_thread(world):
 async def test_a_dead_worker_disappears_after_its_lease(world):
     lease = await world.ready_worker(ttl_s=0.3)
     view = await world.view()
-    assert names(view) == ["decode-0"]
+    await until(lambda: names(view) == ["decode-0"], "it is there")
     await lease.stop()  # the process stops to renew, as a killed one does
     await until(lambda: names(view) == [], "the view drops it")
     for _ in range(1000):
@@ -394,6 +395,72 @@ async def test_a_state_told_while_the_store_was_away_arrives_later(world):
     lease.publish(placed(pages(1)))  # wakes the background task
     view = await world.view()
     await until(lambda: names(view) == ["decode-0"], "it became ready")
+
+
+class Hindered(Store):
+    """A store whose calls a test can hinder, each by name and once: it is given the call."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.server.url, world.mesh)
+        self.hindered: dict = {}
+
+    async def call(self, name, worker_id, *args):
+        ask = functools.partial(super().call, name, worker_id, *args)
+        hinder = self.hindered.pop(name, None)
+        return await (ask() if hinder is None else hinder(ask))
+
+
+async def test_a_state_whose_answer_was_lost_may_have_been_heard(world):
+    store = Hindered(world)
+    lease = await world.ready_worker(store=store, ttl_s=FOR_EVER)
+    await lease.stop()  # or it might tell the state a second time
+
+    async def lost(ask):
+        await ask()
+        raise StoreUnavailable("the answer is lost")
+
+    store.hindered["set_state"] = lost
+    await lease.drain()
+    await lease.ready()
+    assert (await store.member("decode-0")).state == "ready"
+
+
+async def test_a_state_whose_answer_nobody_waited_for_may_have_been_heard(world):
+    store, heard = Hindered(world), asyncio.Event()
+    lease = await world.ready_worker(store=store)
+
+    async def unanswered(ask):
+        await ask()
+        heard.set()
+        await asyncio.Event().wait()
+
+    store.hindered["set_state"] = unanswered
+    draining = asyncio.ensure_future(lease.drain())
+    await heard.wait()
+    draining.cancel()
+    await asyncio.wait({draining})
+    await lease.ready()
+    assert (await store.member("decode-0")).state == "ready"
+
+
+async def test_a_state_that_nobody_waits_for_any_more_is_told_all_the_same(world):
+    store, begun = Hindered(world), asyncio.Event()
+    lease = await world.ready_worker(store=store)
+
+    async def hinder(ask):
+        begun.set()
+        await asyncio.Event().wait()
+
+    store.hindered["set_state"] = hinder
+    draining = asyncio.ensure_future(lease.drain())
+    await begun.wait()
+    draining.cancel()
+    for _ in range(1000):
+        if (await store.member("decode-0")).state == "draining":
+            break
+        await asyncio.sleep(0.01)
+    else:
+        pytest.fail("the store was never told")
 
 
 async def test_a_store_that_hangs_is_a_store_that_is_away(world):
