@@ -120,9 +120,19 @@ LONG, FURTHER_TOKENS = 2000, 40
 """An answer that is not over before it has moved, and how many tokens it is read on after that."""
 
 
-async def moved_in_the_middle(mesh, prompt: list[int], workers: tuple[str, str]) -> None:
-    """Moves an answer once; what comes before and after is what one has that is left alone."""
-    fields = {"ignore_eos": True, "max_tokens": LONG}
+async def moved_in_the_middle(
+    mesh,
+    prompt: list[int],
+    workers: tuple[str, str],
+    long: int = LONG,
+    further: int = FURTHER_TOKENS,
+    **sampling,
+) -> list[int]:
+    """Moves an answer once; what comes before and after is what one has that is left alone.
+
+    Returns the tokens that were looked at.
+    """
+    fields = {"ignore_eos": True, "max_tokens": long, **sampling}
     asking = partial(meshes.asking, request_id="moves", tenant="moved", **fields)
     async with meshes.chat_stub(mesh.address) as stub, admin(mesh) as router:
         async with asking(stub, prompt) as (task, answer):
@@ -133,10 +143,12 @@ async def moved_in_the_middle(mesh, prompt: list[int], workers: tuple[str, str])
             assert found == ("moved", here, there), report.reason
             after = await running_answer(router, "moves")
             assert (after.worker_id, after.migrations) == (there, 1)
-            await meshes.grown(task, answer, len(answer.token_ids) + FURTHER_TOKENS)
-            told = list(answer.token_ids)
+            await meshes.grown(task, answer, len(answer.token_ids) + further)
+            told, logprobs = list(answer.token_ids), list(answer.logprobs)
         alone = {**fields, "max_tokens": len(told), "tenant": "left alone"}
-        assert told == (await meshes.ask(stub, prompt, **alone)).token_ids
+        want = await meshes.ask(stub, prompt, **alone)
+        assert (told, logprobs) == (want.token_ids, want.logprobs)
+    return told
 
 
 async def published(mesh) -> None:

@@ -30,9 +30,9 @@ from pathlib import Path
 
 from msgspec.structs import replace as replace_fields
 
-VARIABLE, IDLE = "PDMESH_STAGE", "PDMESH_STAGE_IDLE_S"
+VARIABLE, IDLE, SILENCE = "PDMESH_STAGE", "PDMESH_STAGE_IDLE_S", "PDMESH_STAGE_SILENCE_S"
 SILENCE_S = 1.5
-"""After which a staged router gives a worker up."""
+"""After which a staged router gives a worker up, unless ``SILENCE`` says another time."""
 IDLE_S = 3.0
 """After which a staged decode worker drains a lease that nobody uses, unless ``IDLE`` says another
 time."""
@@ -202,7 +202,8 @@ def serve(arguments: list[str]) -> None:
 
         lying_index.in_this_process()
         router_config.RouterConfig = functools.partial(
-            router_config.RouterConfig, silence_s=SILENCE_S
+            router_config.RouterConfig,
+            silence_s=float(os.environ.get(SILENCE, SILENCE_S)),
         )
         return
     import pdmesh.decode.server as decode

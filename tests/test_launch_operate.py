@@ -216,14 +216,13 @@ def test_a_worker_with_a_metrics_endpoint_gets_a_port_of_its_own_when_it_is_adde
 def test_a_worker_that_drains_is_shown_and_can_be_taken_back(meshes):
     meshes.ready(FAKE_BUSY="decode-1")
     draining = in_background(meshes, "drain", "decode-1")
+    assert draining.stdout.readline() == "draining: 3 answers left\n"
     until(lambda: ready_workers(meshes.info()) == {"prefill-0", "decode-0"}, "still ready")
     rows = meshes.run("status").stdout.splitlines()[2:]
     assert [row.split()[:2] for row in rows][1] == ["decode-1", "draining"]
     draining.send_signal(signal.SIGINT)
-    out, _ = draining.communicate(timeout=180)
-    assert draining.returncode == 130
-    assert out.splitlines()[0] == "draining: 3 answers left"
-    assert "the worker goes on draining" in out
+    assert "the worker goes on draining" in draining.stdout.read()
+    assert draining.wait(180) == 130
     done = meshes.run("drain", "decode-1", "--undo")
     assert done.stdout == "decode-1 takes new requests again\n"
     assert ready_workers(meshes.info()) == {"prefill-0", "decode-0", "decode-1"}

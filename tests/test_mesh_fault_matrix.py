@@ -257,17 +257,18 @@ STORE_FAULTS = [
 @pytest.mark.parametrize("action", STORE_FAULTS)
 async def test_a_store_that_is_gone_or_slow_or_empty_changes_no_answer(play, want, whole, action):
     name = new_id()
+    play.stage.hold(DECODE, *IN_THE_MIDDLE)
     async with (
         meshes.chat_stub(play.mesh.address) as stub,
         asking(stub, name) as (task, answer),
     ):
-        await meshes.first_token(task, answer)
         await play.holder(name)
         if action == "wiped":
             with redis.Redis.from_url(play.mesh.info["redis_url"]) as store:
                 store.flushall()
+            play.stage.release()
         else:
-            await play.hit(STORE, action)
+            await play.hit(STORE, action, play.stage.release)
         async with asking(stub, new_id(), 12) as (second, during), play.moving(name) as move:
             await second
             report = await move

@@ -188,7 +188,7 @@ async def test_the_second_turn_of_a_chat_computes_only_the_rest(stub):
 @pytest.mark.parametrize("tokens_seen", [0, 1, 5])
 async def test_a_client_that_leaves_frees_both_sides(mesh, stub, tokens_seen):
     length = 200 if tokens_seen else 3000  # without a token it leaves while its prompt is computed
-    wanted, prompt = 1000, [9 + (tokens_seen + i) % 700 for i in range(length)]
+    wanted, prompt = 4000 - length, [9 + (tokens_seen + i) % 700 for i in range(length)]
     before = await tokens_generated(mesh)
     async with mesh.watch() as statuses:
         call = stub.StreamChat(

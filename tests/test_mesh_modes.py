@@ -114,6 +114,7 @@ async def test_an_answer_that_is_part_of_a_prompt_is_found_in_the_cache_and_chan
         first = await meshes.ask(stub, prompt, max_tokens=2 * PAGE, ignore_eos=True)
         second = await meshes.ask(stub, longer, max_tokens=PAGE, ignore_eos=True)
     assert [*first.token_ids, *second.token_ids] == whole
+    assert await mesh.problems() == []
 
 
 async def scraped(mesh) -> tuple[dict[str, float], dict[str, float]]:
@@ -166,17 +167,20 @@ async def test_the_metrics_of_the_workers_count_what_was_asked(served):
 
 async def test_status_and_metrics_tell_the_same_while_an_answer_runs(served):
     mesh = served.mesh
+    wanted, running = 1000, False
     async with meshes.chat_stub(mesh.address) as stub:
-        running = False
         while not running:  # an answer that is over by the time of the second look says nothing
-            asking = meshes.asking(stub, [50, 51, 52], max_tokens=1000, ignore_eos=True)
+            assert await mesh.problems() == []
+            _, before = await scraped(mesh)
+            asking = meshes.asking(stub, [50, 51, 52], max_tokens=wanted, ignore_eos=True)
             async with asking as (task, answer):
                 await meshes.first_token(task, answer)
                 _, decode = await scraped(mesh)
                 while not (decode["pdmesh_num_requests_running"] or task.done()):
                     _, decode = await scraped(mesh)  # the first token is prefill's
                 (status,) = [s for s in await mesh.statuses() if s.role == "decode"]
-                running = not task.done()
+            told = status.tokens_generated - before["pdmesh_generation_tokens_total"]
+            running = told < wanted - 1  # the first is not its own
     assert decode["pdmesh_num_requests_running"] == decode["pdmesh_num_leases"] == 1
     assert 0 < decode["pdmesh_kv_cache_usage_perc"] <= 1
     assert (status.running, status.leases, status.state) == (1, 1, "ready")

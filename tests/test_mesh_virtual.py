@@ -11,7 +11,7 @@ import meshes
 import pytest
 import torch
 from checkpoints import random_checkpoint
-from mesh_changes import admin, move, running_answer
+from mesh_changes import moved_in_the_middle
 from parallel_rig import WIDE
 from test_mesh_migration import verified
 
@@ -73,21 +73,11 @@ async def test_chats_get_the_tokens_of_one_rank_and_every_rank_takes_part(served
 async def test_an_answer_that_moves_between_two_such_workers_goes_on_to_the_last_bit(
     served, mesh, prompts
 ):
-    fields = {"max_tokens": 20, "ignore_eos": True, "logprobs": 1}
-    want = generate_reference(served[0], prompts[3], fields["max_tokens"], arithmetic="exact")
-    async with meshes.chat_stub(mesh.address) as stub:
-        alone = asyncio.ensure_future(meshes.ask(stub, prompts[3], tenant="alone", **fields))
-        asking = meshes.asking(stub, prompts[3], request_id="moves", tenant="moved", **fields)
-        async with asking as (task, answer):
-            async with admin(mesh) as router:
-                await running_answer(router, "moves")
-                report = await move(router, "moves")
-            assert report.state == "moved", report.reason
-            await task
-        left_alone = await alone
-    assert answer.timing.migrations == 1
-    assert answer.token_ids == left_alone.token_ids == want
-    assert answer.logprobs == left_alone.logprobs
+    workers = ("decode-0", "decode-1")
+    told = await moved_in_the_middle(
+        mesh, prompts[3], workers, long=800, further=NEW_TOKENS, logprobs=1
+    )
+    assert told == generate_reference(served[0], prompts[3], len(told), arithmetic="exact")
     assert await mesh.problems() == []
 
 

@@ -230,12 +230,13 @@ async def until(condition, what: str, tries: int = 500):
 
 
 async def test_a_dead_workers_keys_are_gone_after_its_lease(store):
-    _, epoch = await register(store, "decode-0", ttl_ms=150)
+    _, epoch = await register(store, "decode-0")
 
     async def gone() -> bool:
         return store.keys.worker("decode-0") not in await keys_of(store)
 
     assert not await gone()
+    assert await store.call("renew", "decode-0", epoch, 150) == [b"OK"]
     await until(gone, "a key of the dead worker remains")
     assert (await store.roster()).members == {}
     assert await store.call("renew", "decode-0", epoch, TTL_MS) == [b"FENCED", b"0"]

@@ -27,8 +27,8 @@ _ROUNDING = {"float32": 1e-3}
 _COARSE = 0.1
 """Most that log-probabilities of the same token may differ by, by dtype; of the others."""
 _RESTARTED_S = 120.0
-_TRIES = 3
-"""An answer that is over before its fault is done is asked for again."""
+_TRIES = 5
+"""An answer that is over before it moves, or before its fault is done, is asked for again."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ async def check_move(mesh: MeshUnderTest, case: Case) -> Result:
     moves = Moves(mesh)
 
     async def judged() -> Result:
+        moves.refusals.clear()
         alone, stop = await _left_alone(mesh, case)
         tenant = new_tenant()
         moved = await ask(
@@ -79,7 +80,7 @@ async def check_move(mesh: MeshUnderTest, case: Case) -> Result:
             "migration", case.name, "failed" if wrong else "passed", wrong or "", 0, pages
         )
 
-    result = await _guarded("migration", case.name, judged)
+    result = await _tried("migration", case.name, judged)
     return replace(
         result,
         moves=len(moves.pauses_ms),
@@ -115,6 +116,7 @@ async def check_fault(mesh: MeshUnderTest, case: Case, fault: Fault) -> Result:
     moves = Moves(mesh)
 
     async def judged() -> Result:
+        moves.disturbed = False
         alone, stop = await _left_alone(mesh, case)
         disturb = _injector(mesh, fault, moves)
         try:
@@ -124,8 +126,9 @@ async def check_fault(mesh: MeshUnderTest, case: Case, fault: Fault) -> Result:
         except PdmeshError as error:
             verdict: Verdict = "passed" if moves.disturbed else "failed"
             return Result("faults", name, verdict, f"ended with an error: {error.message}")
-        if moved.problems:
-            return Result("faults", name, "not tried", "; ".join(moved.problems))
+        if moved.problems or not moves.disturbed:
+            why = "; ".join(moved.problems) or "the answer was over before"
+            return Result("faults", name, "not tried", why)
         wrong = difference(alone.answers, moved.answers)
         detail = wrong or f"answered in {moved.attempts} attempts"
         if wrong and not exact and moved.attempts > len(moved.answers):
@@ -137,10 +140,7 @@ async def check_fault(mesh: MeshUnderTest, case: Case, fault: Fault) -> Result:
             detail = wrong or detail
         return Result("faults", name, "failed" if wrong else "passed", detail)
 
-    for _ in range(_TRIES):
-        result = await _guarded("faults", name, judged)
-        if result.verdict != "not tried":
-            break
+    result = await _tried("faults", name, judged)
     if unrest := await _recovered(mesh):
         result = replace(result, verdict="failed", detail=f"{result.detail}; {unrest}")
     return replace(result, moves=len(moves.pauses_ms), seconds=time.monotonic() - began)
@@ -272,6 +272,15 @@ async def _recovered(mesh: MeshUnderTest) -> str:
         if asyncio.get_running_loop().time() >= deadline:
             return "; ".join(found) or "a worker did not come back"
         await asyncio.sleep(0.5)
+
+
+async def _tried(group: str, name: str, judged: Callable[[], Awaitable[Result]]) -> Result:
+    """What the check comes to, by the last try if it was never tried."""
+    for _ in range(_TRIES):
+        result = await _guarded(group, name, judged)
+        if result.verdict != "not tried":
+            break
+    return result
 
 
 async def _guarded(group: str, name: str, judged: Callable[[], Awaitable[Result]]) -> Result:
