@@ -15,8 +15,8 @@ from typing import Any
 
 from pdmesh.launch.checks import check_host, check_model, check_together
 from pdmesh.launch.join import check_joined, joined
+from pdmesh.launch.mode import with_mode
 from pdmesh.launch.processes import REDIS_VARIABLE
-from pdmesh.launch.random_weights import random_weights
 from pdmesh.launch.ranks import check_hosts, check_rank, parse_addresses
 from pdmesh.launch.topology import Topology, WorkersSection, cores, load_topology
 from pdmesh.registry.address import check_url
@@ -71,13 +71,7 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("model", "--model-name", name=a.model_name)
     topology = topology.changed("model", "--dtype", dtype=a.dtype)
     topology = topology.changed("model", "--no-mtp", mtp=False if a.no_mtp else None)
-    topology = random_weights(topology, a)
-    topology = topology.changed("model", "--arithmetic", arithmetic=a.arithmetic)
-    topology = topology.changed("model", "--page-size", page_size=a.page_size)
-    topology = topology.changed("model", "--device", device=a.device)
-    topology = topology.changed("model", "--precision", precision=a.precision)
-    topology = topology.changed("model", "--latents", latents=a.latents)
-    topology = topology.changed("mesh", "--step-timeout", step_timeout_s=a.step_timeout)
+    topology = with_mode(topology, a)
     topology = topology.changed(a.role, "--metrics-port", metrics_port=a.metrics_port)
     if a.role == "router":
         topology = topology.changed("mesh", "--port", port=a.port)
