@@ -16,7 +16,6 @@ with its waits for others on a track of their own: open it in Perfetto, or draw 
 from __future__ import annotations
 
 import argparse
-import logging
 import multiprocessing as mp
 import os
 import random
@@ -31,11 +30,12 @@ from pathlib import Path
 from typing import get_args
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"  # before torch is loaded, here and in every rank
 
 import torch  # noqa: E402 - the path is set above
+from rank_processes import found_by, take_core  # noqa: E402
 
 from pdmesh.launch.ports import claim_ports  # noqa: E402
 from pdmesh.launch.ranks import FIRST_PORT  # noqa: E402
@@ -74,10 +74,7 @@ class Found:
 
 def work(rank: int, addresses: Sequence[str], meet: Barrier, plan: Plan, out: Connection) -> None:
     """The process of a rank."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)  # at the end ranks lose each other
+    take_core(rank)
     model = load_model(plan.model)
     timeline = Timeline(time.monotonic)
     place = Place(rank, tuple(addresses), "bench", silence_s=60.0)
@@ -125,26 +122,10 @@ def work(rank: int, addresses: Sequence[str], meet: Barrier, plan: Plan, out: Co
 
 def measured(ranks: int, plan: Plan) -> list[Found]:
     """What every rank found."""
-    context = mp.get_context("spawn")
-    meet = context.Barrier(ranks)
-    pipes, processes = [], []
+    meet = mp.get_context("spawn").Barrier(ranks)
     with claim_ports("127.0.0.1", FIRST_PORT, ranks, ()) as ports:
         addresses = [f"127.0.0.1:{port}" for port in ports]
-        try:
-            for rank in range(ranks):
-                mine, theirs = context.Pipe()
-                args = (rank, addresses, meet, plan, theirs)
-                processes.append(context.Process(target=work, args=args, daemon=True))
-                processes[-1].start()
-                theirs.close()
-                pipes.append(mine)
-            found = [pipe.recv() for pipe in pipes]
-            for process in processes:
-                process.join(20)
-            return found
-        finally:
-            for process in processes:
-                process.kill()
+        return found_by(work, ranks, addresses, meet, plan)
 
 
 def main() -> None:

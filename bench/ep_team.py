@@ -13,7 +13,6 @@ is checked.
 from __future__ import annotations
 
 import argparse
-import logging
 import multiprocessing as mp
 import os
 import statistics
@@ -27,11 +26,12 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"  # before torch is loaded, here and in every rank
 
 import torch  # noqa: E402 - the path is set above
+from rank_processes import found_by, take_core  # noqa: E402
 
 from pdmesh.launch.ports import claim_ports  # noqa: E402
 from pdmesh.launch.ranks import FIRST_PORT  # noqa: E402
@@ -63,10 +63,7 @@ def work(
     out: Connection,
 ) -> None:
     """The process of a rank, which is in two groups: one of TP1 and one of TP2."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)  # at the end ranks lose each other
+    take_core(rank)
     model = load_model(shipped_model())
     members = []
     for tp in (1, 2):
@@ -77,6 +74,8 @@ def work(
         with torch.inference_mode():
             out.send(led(model, members, options))
         over.set()
+    else:
+        out.send(None)
     over.wait()
     for member in members:
         member.close()
@@ -122,24 +121,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="sequences (16)")
     parser.add_argument("--steps", type=int, default=20, help="of each context and way (20)")
     options = parser.parse_args()
-    context = mp.get_context("spawn")
-    over = context.Event()
-    mine, theirs = context.Pipe()
+    over = mp.get_context("spawn").Event()
     with claim_ports("127.0.0.1", FIRST_PORT, 4, ()) as ports:
         addresses = [[f"127.0.0.1:{port}" for port in ports[i : i + 2]] for i in (0, 2)]
-        processes = [
-            context.Process(target=work, args=(r, addresses, options, over, theirs), daemon=True)
-            for r in range(2)
-        ]
-        try:
-            for process in processes:
-                process.start()
-            found = mine.recv()
-            for process in processes:
-                process.join(20)
-        finally:
-            for process in processes:
-                process.kill()
+        found, _ = found_by(work, 2, addresses, options, over)
     print("| context | step of TP2 over TP1 | of it comparing |")
     print("|---|---|---|")
     for length in options.contexts:

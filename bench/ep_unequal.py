@@ -21,8 +21,6 @@ to be the same in the three ways.
 from __future__ import annotations
 
 import argparse
-import logging
-import multiprocessing as mp
 import os
 import random
 import statistics
@@ -34,12 +32,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"  # before torch is loaded, here and in every rank
 
 import torch  # noqa: E402 - the path is set above
 import torch.distributed as dist  # noqa: E402
+from rank_processes import found_by, take_core  # noqa: E402
 
 from pdmesh.launch.ports import claim_ports  # noqa: E402
 from pdmesh.launch.ranks import FIRST_PORT  # noqa: E402
@@ -72,10 +71,7 @@ def work(
     out: Connection,
 ) -> None:
     """The process of a rank; counts[s] are the rows of all ranks in step s."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)  # at the end ranks lose each other
+    take_core(rank)
     model = load_model(shipped_model(), torch.float32, torch.device("cpu"))
     place = Place(rank, tuple(addresses), "bench", silence_s=60.0)
     member = Member(model, place, settings=Settings("exact", mode="auto"))
@@ -133,23 +129,7 @@ def measured(
 ) -> list[dict[str, Found]]:
     """What every rank found."""
     addresses = [f"127.0.0.1:{port}" for port in ports[1:]]
-    context = mp.get_context("spawn")
-    pipes, processes = [], []
-    try:
-        for rank in range(ranks):
-            mine, theirs = context.Pipe()
-            args = (rank, addresses, f"tcp://127.0.0.1:{ports[0]}", counts, theirs)
-            processes.append(context.Process(target=work, args=args, daemon=True))
-            processes[-1].start()
-            theirs.close()
-            pipes.append(mine)
-        found = [pipe.recv() for pipe in pipes]
-        for process in processes:
-            process.join(20)
-        return found
-    finally:
-        for process in processes:
-            process.kill()
+    return found_by(work, ranks, addresses, f"tcp://127.0.0.1:{ports[0]}", counts)
 
 
 def drawn(name: str, ranks: int, most: int, steps: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from router_mesh import FORMAT, LARGE
+from router_mesh import FORMAT, LARGE, Listed
 
 from pdmesh.registry.feed import PartitionFeed, Position
 from pdmesh.registry.index import PrefixIndex
@@ -79,31 +79,15 @@ class Followed:
         return self._partitions.prefixes(pages, self._owners)
 
 
-class Registered:
+class Registered(Listed):
     """A registry over the partitions of a running router."""
 
     def __init__(self, records: Sequence[WorkerRecord], followed: Followed) -> None:
-        self._records = list(records)
+        super().__init__(records)
         self._followed = followed
-
-    def workers(self) -> list[WorkerRecord]:
-        return self._records
-
-    def draining(self) -> list[WorkerRecord]:
-        return []
-
-    @property
-    def warm(self) -> bool:
-        return True
-
-    async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        return self.owned_prefixes(hashes)
 
     def owned_prefixes(self, hashes: Sequence[bytes]) -> dict[str, int]:
         return self._followed.match(hashes)
-
-    def mark_lost(self, instance: str) -> None:
-        raise NotImplementedError
 
 
 class Learnt(Registered):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pdmesh.launch.ports import refusal
 from pdmesh.launch.random_weights import check_random, config_with
-from pdmesh.launch.topology import SHIPPED_CONFIGS, DecodeSection, PrefillSection, Topology
+from pdmesh.launch.topology import SHIPPED_CONFIGS, Topology, WorkersSection
 from pdmesh.wire.errors import ConfigError
 
 _ANYWHERE = ("0.0.0.0", "::", "[::]")
@@ -192,7 +192,7 @@ def _check_experts(topology: Topology, config: Mapping[str, object]) -> None:
 
 
 def _check_heads(
-    section: PrefillSection | DecodeSection,
+    section: WorkersSection,
     role: str,
     topology: Topology,
     config: Mapping[str, object],

@@ -13,7 +13,7 @@ import msgspec
 
 from pdmesh.decode.config import step_rows as decode_rows
 from pdmesh.launch.processes import device_of, environment
-from pdmesh.launch.topology import AUTO_PAGES, DecodeSection, PrefillSection, Topology
+from pdmesh.launch.topology import AUTO_PAGES, Topology, WorkersSection
 from pdmesh.prefill.config import STEP_PROMPTS
 from pdmesh.prefill.config import step_rows as prefill_rows
 from pdmesh.wire.errors import ConfigError
@@ -78,7 +78,7 @@ def _share(device: str, placed: Mapping[tuple[str, str], int]) -> float:
 
 
 def _role(topology: Topology, role: str) -> dict[str, Any]:
-    section: PrefillSection | DecodeSection = getattr(topology, role)
+    section: WorkersSection = getattr(topology, role)
     told = (role, "pages") in topology.origins or topology.model.device == "cpu"
     if role == "prefill":
         rows = prefill_rows(topology.prefill.chunk_tokens, topology.model.page_size)

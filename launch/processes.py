@@ -17,9 +17,8 @@ from pdmesh.launch.restart import Death
 from pdmesh.launch.topology import (
     AUTO_DRAFTS,
     AUTO_PAGES,
-    DecodeSection,
-    PrefillSection,
     Topology,
+    WorkersSection,
     cores,
 )
 
@@ -125,7 +124,7 @@ def _pages(topology: Topology, role: WorkerRole, name: str, pages: int) -> tuple
     return (str(pages) if told else "auto", "--memory-share", f"{1 / max(1, workers):.4f}")
 
 
-def _expert_arguments(section: PrefillSection | DecodeSection) -> tuple[str, ...]:
+def _expert_arguments(section: WorkersSection) -> tuple[str, ...]:
     still = () if section.rebalance else ("--no-rebalance",)
     heads = ("--tp", str(section.tp)) if section.tp > 1 else ()
     overlap = ("--microbatch-rows", str(section.microbatch_rows))

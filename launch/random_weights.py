@@ -4,11 +4,33 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from pdmesh.launch.topology import Topology
 from pdmesh.wire.errors import ConfigError
 
+if TYPE_CHECKING:
+    from pdmesh.launch.topology import Topology
+
 _ONLY_RANDOM = {"layers": "--layers", "experts": "--experts", "weights_seed": "--weights-seed"}
+
+
+def add_random(parser: argparse.ArgumentParser) -> None:
+    """Weights that no file holds; all processes of a mesh must agree on them too."""
+    parser.add_argument(
+        "--random-weights",
+        action="store_true",
+        help="make weights instead of reading them: for the config.json in --model DIR, or for "
+        "--model deepseek-v3 (default) or small",
+    )
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="random weights: so many layers, MTP's besides"
+    )
+    parser.add_argument(
+        "--experts", type=int, metavar="N", help="random weights: routed experts of a layer"
+    )
+    parser.add_argument(
+        "--weights-seed", type=int, metavar="N", help="random weights: which (default: 0)"
+    )
 
 
 def random_weights(topology: Topology, arguments: argparse.Namespace) -> Topology:

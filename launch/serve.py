@@ -15,10 +15,10 @@ from typing import Any
 
 from pdmesh.launch.checks import check_host, check_model, check_together
 from pdmesh.launch.join import check_joined, joined
+from pdmesh.launch.mode import with_mode
 from pdmesh.launch.processes import REDIS_VARIABLE
-from pdmesh.launch.random_weights import random_weights
 from pdmesh.launch.ranks import check_hosts, check_rank, parse_addresses
-from pdmesh.launch.topology import Topology, cores, load_topology
+from pdmesh.launch.topology import Topology, WorkersSection, cores, load_topology
 from pdmesh.registry.address import check_url
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.logs import setup_logs
@@ -71,13 +71,7 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("model", "--model-name", name=a.model_name)
     topology = topology.changed("model", "--dtype", dtype=a.dtype)
     topology = topology.changed("model", "--no-mtp", mtp=False if a.no_mtp else None)
-    topology = random_weights(topology, a)
-    topology = topology.changed("model", "--arithmetic", arithmetic=a.arithmetic)
-    topology = topology.changed("model", "--page-size", page_size=a.page_size)
-    topology = topology.changed("model", "--device", device=a.device)
-    topology = topology.changed("model", "--precision", precision=a.precision)
-    topology = topology.changed("model", "--latents", latents=a.latents)
-    topology = topology.changed("mesh", "--step-timeout", step_timeout_s=a.step_timeout)
+    topology = with_mode(topology, a)
     topology = topology.changed(a.role, "--metrics-port", metrics_port=a.metrics_port)
     if a.role == "router":
         topology = topology.changed("mesh", "--port", port=a.port)
@@ -144,9 +138,14 @@ def _check(topology: Topology, role: str) -> None:
         read_secret(mesh.secret_file)
 
 
-def _shared(topology: Topology, ranks: bool) -> dict[str, Any]:
+def _worker(
+    topology: Topology, name: str, section: WorkersSection, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """What both kinds of workers are told."""
     mesh, model = topology.mesh, topology.model
+    ranks = parse_addresses(arguments.ep_ranks or "")
     return {
+        "worker_id": name,
         "redis_url": mesh.redis,
         "mesh": mesh.name,
         "secret_file": mesh.secret_file,
@@ -155,18 +154,32 @@ def _shared(topology: Topology, ranks: bool) -> dict[str, Any]:
         "random": topology.random,
         "tokenizer_path": topology.tokenizer_path,
         "host": mesh.host,
+        "port": arguments.port or 0,
         "transfer_host": mesh.host,
+        "transports": mesh.transports,
+        "metrics_port": section.metrics_port,
         "dtype": model.dtype,
         "arithmetic": model.arithmetic,
         "page_size": model.page_size,
         "mtp": model.mtp,
         "lease_ttl_s": mesh.lease_ttl_s,
+        "drain_s": mesh.drain_s,
         "step_timeout_s": mesh.step_timeout_s,
-        "device": _own_device(model.device, ranks),
+        "device": _own_device(model.device, bool(arguments.ep_ranks)),
         "precision": model.precision,
         "latents": model.latents,
+        "memory_share": arguments.memory_share,
+        "pages": section.pages,
         "eviction": topology.kvcache.eviction,
         "replica_hints": topology.kvcache.replica_hints,
+        "threads": section.threads or cores(),
+        "ep_ranks": ranks,
+        "ep_rank": check_rank(arguments.ep_rank, ranks),
+        "tp": section.tp,
+        "redundant_experts": section.redundant_experts,
+        "rebalance": section.rebalance,
+        "microbatch_rows": section.microbatch_rows,
+        "virtual_ranks": section.virtual_ranks,
     }
 
 
@@ -197,15 +210,6 @@ def _devices() -> list[str]:
     return []
 
 
-def _ranks(arguments: argparse.Namespace) -> dict[str, Any]:
-    ranks = parse_addresses(arguments.ep_ranks or "")
-    return {
-        "port": arguments.port or 0,
-        "ep_ranks": ranks,
-        "ep_rank": check_rank(arguments.ep_rank, ranks),
-    }
-
-
 def _prefill(
     topology: Topology, name: str, arguments: argparse.Namespace
 ) -> Coroutine[Any, Any, None]:
@@ -215,22 +219,9 @@ def _prefill(
     section = topology.prefill
     return serve_prefill(
         PrefillConfig(
-            worker_id=name,
-            pages=section.pages,
-            memory_share=arguments.memory_share,
-            threads=section.threads or cores(),
             chunk_tokens=section.chunk_tokens,
             max_queue=section.max_queue,
-            drain_s=topology.mesh.drain_s,
-            transports=topology.mesh.transports,
-            metrics_port=section.metrics_port,
-            tp=section.tp,
-            redundant_experts=section.redundant_experts,
-            rebalance=section.rebalance,
-            microbatch_rows=section.microbatch_rows,
-            virtual_ranks=section.virtual_ranks,
-            **_ranks(arguments),
-            **_shared(topology, bool(arguments.ep_ranks)),
+            **_worker(topology, name, section, arguments),
         )
     )
 
@@ -244,25 +235,12 @@ def _decode(
     section = topology.decode
     return serve_decode(
         DecodeConfig(
-            worker_id=name,
-            pages=section.pages,
-            memory_share=arguments.memory_share,
-            threads=section.threads or cores(),
             max_batch=section.max_batch,
             draft_tokens=topology.draft_tokens,
             growth_tokens=section.growth_tokens,
             park_mb=section.park_mb,
             max_waiting=section.max_waiting,
-            drain_s=topology.mesh.drain_s,
-            transports=topology.mesh.transports,
-            metrics_port=section.metrics_port,
-            tp=section.tp,
-            redundant_experts=section.redundant_experts,
-            rebalance=section.rebalance,
-            microbatch_rows=section.microbatch_rows,
-            virtual_ranks=section.virtual_ranks,
-            **_ranks(arguments),
-            **_shared(topology, bool(arguments.ep_ranks)),
+            **_worker(topology, name, section, arguments),
         )
     )
 

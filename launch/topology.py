@@ -104,16 +104,14 @@ class ModelSection:
 
 
 @dataclass(frozen=True)
-class PrefillSection:
-    """``[prefill]``: the workers that compute prompts."""
+class WorkersSection:
+    """What ``[prefill]`` and ``[decode]`` both say of their workers."""
 
     workers: int = _number(1, 1, 64, "number of processes")
     pages: int = _number(
         256, 2, 10_000_000, "pages of KV memory a worker; auto: what fits", {"auto": AUTO_PAGES}
     )
     threads: int = _number(0, 0, 1024, "threads a worker; 0: the cores, shared evenly")
-    chunk_tokens: int = _number(512, 1, 1_000_000, "most tokens in one step, but at least a page")
-    max_queue: int = _number(1024, 1, 1_000_000, "prompts that may wait")
     ep: int = _number(1, 1, 64, "workers that share the routed experts; 1: each has them all")
     tp: int = _number(1, 1, 64, "of them, workers that share a batch's attention heads")
     redundant_experts: int = _number(0, 0, 4096, "copies of experts besides, among those workers")
@@ -124,14 +122,18 @@ class PrefillSection:
 
 
 @dataclass(frozen=True)
-class DecodeSection:
+class PrefillSection(WorkersSection):
+    """``[prefill]``: the workers that compute prompts."""
+
+    chunk_tokens: int = _number(512, 1, 1_000_000, "most tokens in one step, but at least a page")
+    max_queue: int = _number(1024, 1, 1_000_000, "prompts that may wait")
+
+
+@dataclass(frozen=True)
+class DecodeSection(WorkersSection):
     """``[decode]``: the workers that generate."""
 
     workers: int = _number(2, 1, 64, "number of processes")
-    pages: int = _number(
-        256, 2, 10_000_000, "pages of KV memory a worker; auto: what fits", {"auto": AUTO_PAGES}
-    )
-    threads: int = _number(0, 0, 1024, "threads a worker; 0: the cores, shared evenly")
     max_batch: int = _number(32, 1, 4096, "most sequences in one step")
     draft_tokens: int = _number(
         1, 0, 4, "MTP drafts a step and sequence; auto: as many as pay off", {"auto": AUTO_DRAFTS}
@@ -141,13 +143,6 @@ class DecodeSection:
     )
     park_mb: int = _number(1024, 0, 10_000_000, "host memory for pages of preempted sequences, MiB")
     max_waiting: int = _number(1024, 0, 1_000_000, "reservations that may wait for pages")
-    ep: int = _number(1, 1, 64, "workers that share the routed experts; 1: each has them all")
-    tp: int = _number(1, 1, 64, "of them, workers that share a batch's attention heads")
-    redundant_experts: int = _number(0, 0, 4096, "copies of experts besides, among those workers")
-    rebalance: bool = _plain(True, "place shared experts anew as the load changes")
-    microbatch_rows: int = _number(64, 1, 1_000_000, "rows from which on ranks overlap two halves")
-    virtual_ranks: int = _number(1, 1, 1024, "ranks that share a worker's process; 1: it is one")
-    metrics_port: int = _number(0, 0, 65535, "Prometheus endpoint of the first worker; 0: none")
 
 
 @dataclass(frozen=True)

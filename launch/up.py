@@ -14,9 +14,9 @@ from dataclasses import replace
 from pdmesh.launch.checks import check_host, check_model, check_together
 from pdmesh.launch.crew import Plan, say
 from pdmesh.launch.machine import check_machine
+from pdmesh.launch.mode import with_mode
 from pdmesh.launch.ports import claim_port, claim_ports
 from pdmesh.launch.processes import command, environment, router_name
-from pdmesh.launch.random_weights import random_weights
 from pdmesh.launch.ranks import whole_groups
 from pdmesh.launch.runtime import claim
 from pdmesh.launch.supervisor import Supervisor
@@ -93,13 +93,7 @@ def _settings(arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("mesh", "--transports", transports=a.transports)
     topology = topology.changed("model", "--model", path=a.model)
     topology = topology.changed("model", "--no-mtp", mtp=False if a.no_mtp else None)
-    topology = random_weights(topology, a)
-    topology = topology.changed("model", "--arithmetic", arithmetic=a.arithmetic)
-    topology = topology.changed("model", "--page-size", page_size=a.page_size)
-    topology = topology.changed("model", "--device", device=a.device)
-    topology = topology.changed("model", "--precision", precision=a.precision)
-    topology = topology.changed("model", "--latents", latents=a.latents)
-    topology = topology.changed("mesh", "--step-timeout", step_timeout_s=a.step_timeout)
+    topology = with_mode(topology, a)
     topology = topology.changed("prefill", "--prefill", workers=a.prefill)
     topology = topology.changed("decode", "--draft-tokens", draft_tokens=a.draft_tokens)
     topology = topology.changed("router", "--routers", workers=a.routers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from pdmesh.model.config import ModelConfig
 
 
 class ComputingModel(Protocol):
-    """`DeepseekV3` is such, and in `parallel` `Member`, `SpreadModel` and `GroupModel`."""
+    """`DeepseekV3` and `DeviceModel` are such, and each `StandIn`."""
 
     @property
     def config(self) -> ModelConfig:
@@ -37,3 +37,29 @@ class ComputingModel(Protocol):
 
     def mtp_logits(self, hidden: Tensor) -> Tensor:
         """As `DeepseekV3.mtp_logits`."""
+
+
+_Model = TypeVar("_Model", bound=ComputingModel)
+
+
+class StandIn(Generic[_Model]):
+    """Stands for a model whose layers are computed with other ranks; what follows them, here alone.
+
+    In `parallel`: `Member`, `DeviceMember`, `SpreadModel` and `GroupModel`.
+    """
+
+    def __init__(self, model: _Model) -> None:
+        self._model = model
+
+    @property
+    def config(self) -> ModelConfig:
+        """As `DeepseekV3.config`."""
+        return self._model.config
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `DeepseekV3.logits`."""
+        return self._model.logits(hidden)
+
+    def mtp_logits(self, hidden: Tensor) -> Tensor:
+        """As `DeepseekV3.mtp_logits`."""
+        return self._model.mtp_logits(hidden)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from pdmesh.model.deepseek import DeepseekV3
@@ -14,60 +13,11 @@ from pdmesh.model.device.spread import Spread
 from pdmesh.model.parallel.serving import Ranks, planned_spread
 from pdmesh.model.planning import plan_pages
 from pdmesh.model.served import Placing, load_served_model
-from pdmesh.wire.hashes import Arithmetic, PageFormat
+from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.logs import event
-from pdmesh.wire.random_weights import RandomWeights
+from pdmesh.wire.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
-
-
-class ComputingConfig(Protocol):
-    """Of a worker's settings, those that say what it computes, where, and with whom."""
-
-    @property
-    def worker_id(self) -> str: ...
-    @property
-    def mesh(self) -> str: ...
-    @property
-    def model_path(self) -> Path: ...
-    @property
-    def model_name(self) -> str: ...
-    @property
-    def random(self) -> RandomWeights | None: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def precision(self) -> str: ...
-    @property
-    def latents(self) -> str: ...
-    @property
-    def memory_share(self) -> float: ...
-    @property
-    def arithmetic(self) -> Arithmetic: ...
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def mtp(self) -> bool: ...
-    @property
-    def pages(self) -> int: ...
-    @property
-    def lease_ttl_s(self) -> float: ...
-    @property
-    def ep_rank(self) -> int: ...
-    @property
-    def ep_ranks(self) -> tuple[str, ...]: ...
-    @property
-    def tp(self) -> int: ...
-    @property
-    def redundant_experts(self) -> int: ...
-    @property
-    def rebalance(self) -> bool: ...
-    @property
-    def microbatch_rows(self) -> int: ...
-    @property
-    def virtual_ranks(self) -> int: ...
 
 
 class Loading(Protocol):
@@ -99,7 +49,7 @@ class Started:
 
 
 def start_model(
-    config: ComputingConfig,
+    config: WorkerConfig,
     role: str,
     rows: int,
     sequences: int,

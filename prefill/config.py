@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from pdmesh.kvcache.eviction import EvictionName
 from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS
-from pdmesh.wire.hashes import Arithmetic
-from pdmesh.wire.ids import PAGE_SIZE
-from pdmesh.wire.random_weights import RandomWeights
+from pdmesh.wire.worker_config import WorkerConfig
 
 STEP_PROMPTS = 32
 """Prompts that end in one step, at most, in the count of its memory."""
@@ -20,73 +17,16 @@ def step_rows(chunk_tokens: int, page_size: int) -> int:
     return chunk_tokens + page_size
 
 
-@dataclass(frozen=True)
-class PrefillConfig:
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(WorkerConfig):
     """Everything a prefill worker is told when it starts.
 
-    ``pages`` is the size of its latent pool in pages of ``page_size`` tokens; ``chunk_tokens`` the
-    tokens of one step, at least a page; ``max_queue`` how many prompts may wait; ``port`` 0 lets
-    the system choose; ``metrics_port`` 0 means no Prometheus endpoint;
-    ``random`` are weights to make for the ``config.json`` in ``model_path`` instead of reading
-    them; ``tokenizer_path`` is the folder of the tokenizer, None: ``model_path``;
-    ``device``, ``precision`` and ``latents`` are those of `Placing`; ``memory_share`` is the part
-    of a device's memory that is this worker's, and ``pages`` 0 takes what there is room for;
-    ``step_timeout_s`` how long a step may take before the worker leaves, 0: a minute on a CUDA
-    device and ten on a CPU;
-    ``ep_ranks`` the "host:port" of each rank of its expert-parallel group, empty if it computes
-    alone, and ``ep_rank`` which of them it is, ``tp`` how many consecutive ones share a batch's
-    attention heads, of which the first has the requests, ``redundant_experts`` copies of experts
-    besides, and ``rebalance`` whether experts are placed anew as the load changes,
-    ``microbatch_rows`` the rows of the largest batch from which on they compute in two halves;
-    ``virtual_ranks`` how many ranks compute in its own process, 1 unless a large group is to be
-    tried out;
-    ``pull_s`` how long a prompt may wait for cached pages of other workers, 0 for not at all;
-    ``eviction`` which cached pages go first; ``replica_hints`` whether it is asked which of them
-    other workers have too;
-    ``transports`` which ways pages may go, best first;
-    ``drain_s`` how long a worker that is told to end may take to finish what it has.
+    ``eviction`` says which cached pages go first; ``transports`` which ways pages may go, best
+    first; ``chunk_tokens`` the tokens of one step, at least a page; ``max_queue`` how many prompts
+    may wait.
     """
 
-    worker_id: str
-    redis_url: str
-    mesh: str
-    secret_file: Path
-    model_path: Path
-    model_name: str
-    random: RandomWeights | None = None
-    tokenizer_path: Path | None = None
-    host: str = "127.0.0.1"
-    port: int = 0
-    transfer_host: str = "127.0.0.1"
-    dtype: str = "float32"
-    device: str = "cpu"
-    precision: str = "auto"
-    latents: str = "plain"
-    memory_share: float = 1.0
-    step_timeout_s: float = 0.0
-    arithmetic: Arithmetic = "fast"
-    page_size: int = PAGE_SIZE
-    mtp: bool = True
-    pages: int = 256
     eviction: EvictionName = "lru"
-    replica_hints: bool = True
-    threads: int = 1
-    lease_ttl_s: float = 5.0
-    drain_s: float = 30.0
-    pull_s: float = 2.0
     transports: tuple[str, ...] = DEFAULT_TRANSPORTS
     chunk_tokens: int = 512
     max_queue: int = 1024
-    metrics_port: int = 0
-    ep_rank: int = 0
-    ep_ranks: tuple[str, ...] = ()
-    tp: int = 1
-    redundant_experts: int = 0
-    rebalance: bool = True
-    microbatch_rows: int = 64
-    virtual_ranks: int = 1
-
-    @property
-    def tokenizer(self) -> Path:
-        """The folder of the tokenizer."""
-        return self.tokenizer_path or self.model_path

@@ -6,7 +6,6 @@ travel as a gRPC status with the class name in trailing metadata and come out as
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -120,6 +119,14 @@ def _check_version(context: grpc.aio.ServicerContext) -> None:
             )
 
 
+async def _report(context: grpc.aio.ServicerContext, method: Method, error: Exception) -> None:
+    """Tells the caller what a handler raised; never returns."""
+    if not isinstance(error, PdmeshError):
+        log.error("%s failed", method.name, exc_info=error)
+        error = InternalError(f"{method.name}: {error}")
+    await fail(context, error)
+
+
 def _wrap_unary(method: Method) -> grpc.RpcMethodHandler:
     handler = method.unary
     assert handler is not None
@@ -128,13 +135,8 @@ def _wrap_unary(method: Method) -> grpc.RpcMethodHandler:
         try:
             _check_version(context)
             return encode(await handler(decode(data, method.request)))
-        except PdmeshError as error:
-            await fail(context, error)
-        except asyncio.CancelledError:
-            raise
         except Exception as error:  # noqa: BLE001 - the boundary: report it, keep serving
-            log.exception("%s failed", method.name)
-            await fail(context, InternalError(f"{method.name}: {error}"))
+            await _report(context, method, error)
         return b""
 
     return grpc.unary_unary_rpc_method_handler(call)
@@ -167,13 +169,8 @@ def _wrap_stream(method: Method) -> grpc.RpcMethodHandler:
             finally:  # a call cancelled while it writes must end the handler at once
                 if isinstance(messages, AsyncGenerator):
                     await messages.aclose()
-        except PdmeshError as error:
-            await fail(context, error)
-        except asyncio.CancelledError:
-            raise
         except Exception as error:  # noqa: BLE001 - the boundary: report it, keep serving
-            log.exception("%s failed", method.name)
-            await fail(context, InternalError(f"{method.name}: {error}"))
+            await _report(context, method, error)
 
     return grpc.unary_stream_rpc_method_handler(call)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.model.batch import Batch, Form
-from pdmesh.model.config import ModelConfig
+from pdmesh.model.computing import StandIn
 from pdmesh.model.device.ahead import Ahead, Reader
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.rank import DeviceRank
@@ -48,7 +48,7 @@ COUNT_STEPS = 64
 """Steps on a device after which sent bytes are read from it."""
 
 
-class DeviceMember:
+class DeviceMember(StandIn[DeviceModel]):
     """See the module. ``start`` connects; ``close`` leaves the group.
 
     Args:
@@ -73,10 +73,10 @@ class DeviceMember:
         rule: BalanceRule | None = None,
         reader: Reader | None = None,
     ) -> None:
+        super().__init__(model)
         self.place = place
         self.steps = 0
         """Steps that this rank has taken part in."""
-        self._model = model
         self._placement = placement
         self._exchange = exchange
         self._prepare = prepare
@@ -95,11 +95,6 @@ class DeviceMember:
         self._ended.set_running_or_notify_cancel()  # or whoever gives up a wait would cancel it
 
     # ---- as a model -----------------------------------------------------------------------
-
-    @property
-    def config(self) -> ModelConfig:
-        """As `DeviceModel.config`."""
-        return self._model.config
 
     def forward(
         self,
@@ -135,14 +130,6 @@ class DeviceMember:
         """In steps of as many rows as an exchange takes; cutting one reads it from the device."""
         most = self._exchange.size.tokens
         return [batch] if batch.num_rows <= most else split_rows(batch, most)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """As `DeviceModel.logits`; computed here alone."""
-        return self._model.logits(hidden)
-
-    def mtp_logits(self, hidden: Tensor) -> Tensor:
-        """As `DeviceModel.mtp_logits`; computed here alone."""
-        return self._model.mtp_logits(hidden)
 
     # ---- the group ------------------------------------------------------------------------
 

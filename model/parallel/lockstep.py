@@ -16,7 +16,7 @@ from typing import Generic, Literal, TypeVar
 from torch import Tensor
 
 from pdmesh.model.batch import Batch, Form
-from pdmesh.model.config import ModelConfig
+from pdmesh.model.computing import StandIn
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.parallel.step import RankBatch
 from pdmesh.model.parallel.virtual import VirtualRanks
@@ -134,21 +134,14 @@ class Lockstep:
         return True
 
 
-class GroupModel:
+class GroupModel(StandIn[DeepseekV3]):
     """Stands for a `DeepseekV3` in the code of one DP group; its TP ranks share one pool."""
 
     def __init__(self, lockstep: Lockstep, dp: int, model: DeepseekV3) -> None:
+        super().__init__(model)
         self._lockstep = lockstep
         self._dp = dp
-        self._model = model
-        self.logits = model.logits
-        self.mtp_logits = model.mtp_logits
         self.new_latents = model.new_latents
-
-    @property
-    def config(self) -> ModelConfig:
-        """As `DeepseekV3.config`."""
-        return self._model.config
 
     def forward(
         self,

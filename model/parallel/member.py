@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.model.batch import Batch, Form
-from pdmesh.model.config import ModelConfig
+from pdmesh.model.computing import StandIn
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.expert_source import ExpertSource
 from pdmesh.model.parallel.assembly import Agreed
@@ -44,7 +44,7 @@ from pdmesh.wire.messages import RankStatus
 log = logging.getLogger(__name__)
 
 
-class Member:
+class Member(StandIn[DeepseekV3]):
     """See the module. ``start`` connects; ``close`` leaves the group.
 
     Args:
@@ -74,13 +74,13 @@ class Member:
         tp: int = 1,
         timeline: Timeline | None = None,
     ) -> None:
+        super().__init__(model)
         self.place = place
         self.settings = settings
         self.steps = 0
         """Steps that this rank has taken part in."""
         self.repeated = 0
         """Of them, those that ended with the loss of a rank."""
-        self._model = model
         groups = Groups(len(place.addresses), tp, ranks_per_host=len(place.addresses))
         self._builder = RankBuilder(model, groups, settings.arithmetic, settings.wire, source)
         first = self._builder.placement(placement)
@@ -95,11 +95,6 @@ class Member:
         self._ended.set_running_or_notify_cancel()  # or whoever gives up a wait would cancel it
 
     # ---- as a model -----------------------------------------------------------------------
-
-    @property
-    def config(self) -> ModelConfig:
-        """As `DeepseekV3.config`."""
-        return self._model.config
 
     def forward(
         self,
@@ -125,14 +120,6 @@ class Member:
             Unavailable: the group has been left.
         """
         return self._call(Call("mtp", batch, latents, form, previous_hidden))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """As `DeepseekV3.logits`; computed here alone."""
-        return self._model.logits(hidden)
-
-    def mtp_logits(self, hidden: Tensor) -> Tensor:
-        """As `DeepseekV3.mtp_logits`; computed here alone."""
-        return self._model.mtp_logits(hidden)
 
     def _call(self, call: Call) -> Tensor:
         if not self._team.leads:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from pdmesh.model.batch import Batch, Form, SequenceSlice
-from pdmesh.model.config import ModelConfig
+from pdmesh.model.computing import StandIn
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.parallel.step import RankBatch
 from pdmesh.model.parallel.virtual import VirtualRanks
 from pdmesh.wire.messages import RankStatus
 
 
-class SpreadModel:
+class SpreadModel(StandIn[DeepseekV3]):
     """See the module.
 
     Args:
@@ -32,15 +32,10 @@ class SpreadModel:
     """
 
     def __init__(self, model: DeepseekV3, ranks: VirtualRanks) -> None:
+        super().__init__(model)
         self.steps = 0
         """Passes of all ranks."""
-        self._model = model
         self._ranks = ranks
-
-    @property
-    def config(self) -> ModelConfig:
-        """As `DeepseekV3.config`."""
-        return self._model.config
 
     @torch.inference_mode()
     def forward(
@@ -67,14 +62,6 @@ class SpreadModel:
         inputs = self._inputs(parts, latents, form, None)
         self.steps += 1
         return parts.joined(self._ranks.mtp_forward(inputs, previous))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """As `DeepseekV3.logits`."""
-        return self._model.logits(hidden)
-
-    def mtp_logits(self, hidden: Tensor) -> Tensor:
-        """As `DeepseekV3.mtp_logits`."""
-        return self._model.mtp_logits(hidden)
 
     def status(self) -> RankStatus:
         """What there is to say of the ranks now. On any thread."""
