@@ -11,6 +11,7 @@ import pytest
 from worker_rig import PAGE, VOCAB, Answer, Options, Rig, prompt_of, reference, rig, until
 
 from pdmesh.kvtransfer.protocol.receiver import Phase
+from pdmesh.registry.store import end_task
 from pdmesh.wire.errors import (
     Cancelled,
     InternalError,
@@ -577,8 +578,5 @@ async def test_a_fault_of_the_worker_itself_ends_its_loop():
     asking = asyncio.ensure_future(mesh.ask(prompt_of(20), 5))
     with pytest.raises(AssertionError, match="books"):
         await mesh.loops[-1]
-    asking.cancel()
-    await asyncio.sleep(0)
-    asking.cancel()  # its release waits for a loop that is gone
-    await asyncio.wait({asking})
+    await end_task(asking)  # its release waits for a loop that is gone
     await mesh.close()
