@@ -76,8 +76,10 @@ class Running:
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     migrate: MigrateRequest | None = None
     decisions: dict[int, asyncio.Future[bool]] = field(default_factory=dict)
+    handing: MigrateRequest | None = None
+    """The handoff under way; the next one may be asked for already."""
     promised: str = ""
-    """Lease at the target of the handoff under way."""
+    """Lease at its target."""
 
     def decision(self, handoff: int) -> asyncio.Future[bool]:
         loop = asyncio.get_running_loop()
@@ -169,8 +171,8 @@ class MovingDecode(fakes.FakeDecode):
                 one.position += 1
         finally:
             self.running.pop(lease_id, None)
-            if one.promised and one.migrate is not None:
-                decided = one.decisions.get(one.migrate.handoff)
+            if one.promised and one.handing is not None:
+                decided = one.decisions.get(one.handing.handoff)
                 known = decided is not None and decided.done() and not decided.cancelled()
                 if not (known and decided.result()):  # a wait that is cancelled cancels it
                     self.abort_target(one)  # the source says so, or the target hears nothing
@@ -192,8 +194,8 @@ class MovingDecode(fakes.FakeDecode):
     async def hand_over(self, one: Running) -> AsyncIterator[StreamItem]:
         """Ends when the answer goes on here; never where it was handed over."""
         plan = self.plans.pop(0) if self.plans else HONEST
-        migrate, target = one.migrate, self.peers[one.migrate.target.instance]
-        number = migrate.handoff
+        migrate = one.handing = one.migrate
+        target, number = self.peers[migrate.target.instance], migrate.handoff
         self.open -= 1
         if plan == "abort":
             yield AbortAsked(handoff=number, reason="the target is full")
@@ -236,6 +238,7 @@ class MovingDecode(fakes.FakeDecode):
             position=until,
             asked=asyncio.Event(),
             migrate=None,
+            handing=None,
             decisions={},
             promised="",
         )
@@ -249,14 +252,17 @@ class MovingDecode(fakes.FakeDecode):
 
     async def undone(self, one: Running) -> None:
         """Once the router has said so, the answer goes on here."""
-        assert not await one.decision(one.migrate.handoff)
+        refused = one.handing
+        assert not await one.decision(refused.handoff)
         self.abort_target(one)
-        one.migrate, one.promised = None, ""
-        one.asked.clear()
+        one.handing, one.promised = None, ""
+        if one.migrate is refused:
+            one.migrate = None
+            one.asked.clear()
 
     def abort_target(self, one: Running) -> None:
-        if one.migrate is not None and one.promised:
-            target = self.peers[one.migrate.target.instance]
+        if one.handing is not None and one.promised:
+            target = self.peers[one.handing.target.instance]
             target.leases.discard(one.promised)
             target.adopted.pop(one.promised, None)
 

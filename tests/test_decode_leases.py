@@ -292,12 +292,17 @@ async def test_the_line_is_bounded():
 async def test_a_deadline_counts_from_receipt_also_for_who_had_to_wait():
     async with rig(pages=1) as mesh:
         held = await mesh.reserve(prompt_of(5), 1)
-        waiting = asyncio.ensure_future(
-            mesh.reserve(prompt_of(5), 2, wait_ms=20_000, deadline_ms=300)
-        )
+        waiting = asyncio.ensure_future(mesh.reserve(prompt_of(5), 2, wait_ms=20_000))
         await until(lambda: mesh.decode.worker.queued == 1)
+        received = asyncio.get_running_loop().time()
         await mesh.release(held)
         lease = await waiting
+        entry = mesh.decode.worker._leases.find(lease.lease_id)
+        assert entry.timers["deadline"].when() <= received + 60.0
         fake = type("First", (), {"token_ids": (1,)})()
+        params = SamplingParams(max_tokens=2)
+        reading = asyncio.ensure_future(mesh.read(prompt_of(5), lease, fake, params))
+        await until(lambda: entry.streaming)
+        entry.timers["deadline"]._run()  # it passes
         with pytest.raises((Cancelled, TransferFailed)):
-            await mesh.read(prompt_of(5), lease, fake, SamplingParams(max_tokens=2))
+            await reading

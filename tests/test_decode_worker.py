@@ -5,11 +5,13 @@ Everything is real but the processes: the model is small and random.
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from worker_rig import PAGE, VOCAB, Answer, Options, Rig, prompt_of, reference, rig, until
 
 from pdmesh.kvtransfer.protocol.receiver import Phase
+from pdmesh.registry.store import end_task
 from pdmesh.wire.errors import (
     Cancelled,
     InternalError,
@@ -382,7 +384,14 @@ async def test_cancelling_one_request_leaves_another_with_a_longer_name_alone():
 # ---- time ---------------------------------------------------------------------------------
 
 
-async def test_a_lease_that_nobody_uses_expires_and_one_that_is_written_does_not():
+def idle_after(mesh, seconds):
+    """How long a lease of the decode worker may stay without a writer from now on."""
+    leases = mesh.decode.worker._leases
+    leases._limits = replace(leases._limits, lease_idle_s=seconds)
+
+
+async def test_a_lease_that_nobody_uses_expires_and_one_that_is_written_does_not(monkeypatch):
+    monkeypatch.setattr("pdmesh.decode.leases.COLLECT_S", 0.02)
     prompt = prompt_of(70)
     async with rig(lease_idle_s=0.2) as mesh:
         forgotten = await mesh.reserve(prompt)
@@ -390,9 +399,12 @@ async def test_a_lease_that_nobody_uses_expires_and_one_that_is_written_does_not
         with suppress(TransferFailed):  # or it is told of that after its last step
             await mesh.compute(prompt, forgotten)
         mesh.prefill.gate.hold()
+        idle_after(mesh, 60.0)
         written = await mesh.reserve(prompt)
         computing = asyncio.ensure_future(mesh.compute(prompt, written))
         await mesh.prefill.gate.step_begins()
+        await until(lambda: mesh.decode.receiver.phase(written.lease_id) is Phase.FILLING)
+        idle_after(mesh, 0.2)
         await asyncio.sleep(0.7)  # several idle periods
         assert mesh.decode.worker.leases == 1
         mesh.prefill.gate.let_go()
@@ -414,9 +426,11 @@ async def test_pages_that_have_arrived_and_that_nobody_reads_do_not_wait_out_the
         await until(lambda: mesh.decode.worker.leases == 0)  # its router has died
         assert mesh.decode.worker.cancelled == 1
         read = await mesh.reserve(prompt)
-        first = await mesh.compute(prompt, read)
-        chunks = await mesh.read(prompt, read, first)
-        assert sum(len(chunk.token_ids) for chunk in chunks) > 1
+        first = type("First", (), {"token_ids": tuple(reference(prompt, 1))})()
+        reading = asyncio.ensure_future(mesh.read(prompt, read, first))
+        await until(lambda: mesh.decode.worker._leases.find(read.lease_id).streaming)
+        await mesh.compute(prompt, read)
+        assert sum(len(chunk.token_ids) for chunk in await reading) > 1
 
 
 @pytest.mark.parametrize("when", ["reserved", "arriving", "in a step"])
@@ -425,7 +439,8 @@ async def test_a_deadline_ends_a_lease_in_any_state(when):
     async with rig() as mesh:
         mesh.decode.gate.hold()
         sampling = SamplingParams(max_tokens=40)
-        lease = await mesh.reserve(prompt, 40, deadline_ms=0 if when == "reserved" else 400)
+        deadline_ms = {"reserved": 0, "arriving": 400}.get(when, 60_000)
+        lease = await mesh.reserve(prompt, 40, deadline_ms=deadline_ms)
         if when == "reserved":
             await until(lambda: mesh.decode.worker.leases == 0)
         elif when == "arriving":
@@ -436,6 +451,7 @@ async def test_a_deadline_ends_a_lease_in_any_state(when):
             first = await mesh.compute(prompt, lease, sampling)
             reading = asyncio.ensure_future(mesh.read(prompt, lease, first, sampling))
             await mesh.decode.gate.step_begins()
+            mesh.decode.worker._leases.find(lease.lease_id).timers["deadline"]._run()  # it passes
             with pytest.raises(Cancelled, match="deadline"):
                 await reading
             assert mesh.decode.worker.leases == 1, "the step still uses the pages"
@@ -562,8 +578,5 @@ async def test_a_fault_of_the_worker_itself_ends_its_loop():
     asking = asyncio.ensure_future(mesh.ask(prompt_of(20), 5))
     with pytest.raises(AssertionError, match="books"):
         await mesh.loops[-1]
-    asking.cancel()
-    await asyncio.sleep(0)
-    asking.cancel()  # its release waits for a loop that is gone
-    await asyncio.wait({asking})
+    await end_task(asking)  # its release waits for a loop that is gone
     await mesh.close()

@@ -112,7 +112,7 @@ async def test_a_release_that_fails_is_told_with_its_request(caplog):
         num_prompt_tokens=1,
         hashes=(),
         max_tokens=1,
-        deadline_ms=1000,
+        deadline_ms=60_000,
     )
     async with DecodeClient(record, client, background).reserve(request):
         pass

@@ -16,6 +16,8 @@ from pdmesh.wire.messages import PrefillRequest, ReserveRequest, StreamRequest
 
 SOON = 0.02
 """Poll interval of the router where a test waits for polls."""
+SILENCE_S = 2.0
+"""Where a test waits for it; whoever lives has half of it to say so, on a busy machine too."""
 
 
 async def whole(answer):
@@ -245,7 +247,7 @@ def test_a_target_is_another_worker_of_the_same_format_with_room():
 
 
 async def test_a_worker_that_falls_silent_is_left_and_harmless_when_it_wakes(tmp_path):
-    async with moving_mesh(tmp_path, silence_s=0.4) as moving:
+    async with moving_mesh(tmp_path, silence_s=SILENCE_S) as moving:
         source, target = moving.decode
         answer = await moving.start()
         moving.forget_load()
@@ -264,7 +266,7 @@ async def test_a_worker_that_falls_silent_is_left_and_harmless_when_it_wakes(tmp
 
 
 async def test_a_worker_that_is_slow_but_answers_is_not_left(tmp_path):
-    async with moving_mesh(tmp_path, silence_s=1.0) as moving:
+    async with moving_mesh(tmp_path, silence_s=SILENCE_S) as moving:
         answer = await moving.start()
         polls = moving.decode[0].polls
         async with asyncio.timeout(60):
@@ -278,7 +280,7 @@ async def test_a_worker_that_is_slow_but_answers_is_not_left(tmp_path):
 
 @pytest.mark.parametrize("sleeper", [0, 1])
 async def test_a_worker_that_falls_silent_in_a_handoff_is_left(tmp_path, sleeper):
-    async with moving_mesh(tmp_path, decode=3, silence_s=0.4) as moving:
+    async with moving_mesh(tmp_path, decode=3, silence_s=SILENCE_S) as moving:
         source, target = moving.decode[:2]
         reached = target.wait_in("Continue") if sleeper else source.wait_in("Migrate")
         answer = await moving.start()
