@@ -197,6 +197,9 @@ class Disturber:
             await self.whole()
             await act()
             self.soak.faults[act.__name__] += 1
+        async with asyncio.timeout(120):
+            while not self.soak.moved:  # answers may have been over before, every time
+                await self.migrate()
         await self.whole()
 
 
