@@ -21,6 +21,7 @@ from pdmesh.launch.ranks import whole_groups
 from pdmesh.launch.runtime import claim
 from pdmesh.launch.supervisor import Supervisor
 from pdmesh.launch.topology import Topology, load_topology
+from pdmesh.registry.store import end_task
 
 _SILENT_S = "5"
 """Seconds until the chat asks its default question where standard input says nothing."""
@@ -123,6 +124,7 @@ class _Session:
         self._prompt = prompt
         self._chat: subprocess.Popen[str] | None = None
         self._stopping = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -134,15 +136,15 @@ class _Session:
             await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
             return work.result() if work.done() else 0
         finally:
-            work.cancel()
             stopped.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({work})
+            await end_task(work)
+            if self._watching is not None:
+                await end_task(self._watching)
             await self._end()
 
     async def _work(self) -> int:
         await self._supervisor.start()
-        watching = asyncio.ensure_future(self._supervisor.watch())
+        watching = self._watching = asyncio.ensure_future(self._supervisor.watch())
         try:
             if not self._ask:
                 say("pdmesh: Ctrl-C stops it; talk to it with: pdmesh chat")

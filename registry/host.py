@@ -13,6 +13,7 @@ import msgspec
 
 from pdmesh.registry.draining import Drain, Life, Workload
 from pdmesh.registry.publisher import WorkerLease
+from pdmesh.registry.store import end_task
 from pdmesh.wire.errors import ConfigError, Unavailable
 from pdmesh.wire.handoff import DrainRequest
 from pdmesh.wire.logs import event
@@ -172,8 +173,7 @@ async def _until_stopped(
     finally:
         life.state = "draining"
         ending.cancel()
-        registering.cancel()
-        await asyncio.wait({registering, ending})
+        await end_task(registering)
         await drain.close()
 
 
