@@ -19,6 +19,7 @@ from pdmesh.launch.processes import command, environment, router_name
 from pdmesh.launch.random_weights import random_weights
 from pdmesh.launch.ranks import whole_groups
 from pdmesh.launch.runtime import claim
+from pdmesh.launch.settings import check_text
 from pdmesh.launch.supervisor import Supervisor
 from pdmesh.launch.topology import Topology, load_topology
 from pdmesh.registry.store import end_task
@@ -29,6 +30,7 @@ _SILENT_S = "5"
 
 def up(arguments: argparse.Namespace) -> int:
     """Starts a mesh, keeps it up until it is stopped, and ends all of it."""
+    check_text(arguments.prompt, "--prompt")
     topology = _settings(arguments)
     with topology.blamed("model", "path"):
         check_model(topology.model_path, weights=not topology.model.random_weights)
