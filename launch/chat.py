@@ -192,7 +192,8 @@ def _timing(last: chat_pb2.ChatResponse) -> str:
         f"{usage.drafted_tokens}; first token {timing.ttft_ms:.0f} ms: queue "
         f"{timing.queue_ms:.0f}, prefill {timing.prefill_ms:.0f}; transfer "
         f"{timing.transfer_ms:.0f} ms; decode {timing.decode_ms:.0f} ms; router "
-        f"{timing.router_ms:.0f} ms; {timing.prefill_worker} -> {timing.decode_worker}]"
+        f"{timing.router_ms:.0f} ms; {timing.prefill_worker} -> {timing.decode_worker}; "
+        f"request {last.request_id}]"
     )
 
 
