@@ -93,7 +93,7 @@ examples:
 
 _EXPLAIN = """\
 Every choice of a prefill and a decode worker that was made for a request, and what each worker
-would have cost. A router remembers its last 512 requests.
+would have cost. A router remembers its last 512 requests; pdmesh chat --show-timing prints the id.
 
 examples:
   pdmesh explain 4f1c0d                       a request id, or its beginning
@@ -177,7 +177,7 @@ def _add_chat(chat: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that a pipe may be silent before a default question is asked (default: any)",
     )
-    chat.add_argument("--show-timing", action="store_true", help="tokens and times of each answer")
+    chat.add_argument("--show-timing", action="store_true", help="tokens, times and request id")
 
 
 def _add_simulate(simulate: argparse.ArgumentParser) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import grpc
 
+from pdmesh.launch.settings import check_text
 from pdmesh.wire import chat_pb2
 from pdmesh.wire.chat_pb2_grpc import ChatServiceStub
-from pdmesh.wire.rpc import channel_options
+from pdmesh.wire.errors import ConfigError
+from pdmesh.wire.rpc import MAX_PUBLIC_MESSAGE, channel_options
 
 DEFAULT_PROMPT = "Hello! Who are you?"
 _HELP = "/reset forgets the conversation, /exit ends, Ctrl-C stops an answer"
@@ -90,10 +92,17 @@ def chat(options: ChatOptions, prompt: str | None) -> int:
 
 
 def read_prompt(wait_s: float | None) -> str:
-    """Standard input as a prompt; the default one if it is empty or silent for ``wait_s``."""
+    """Standard input as a prompt; the default one if it is empty or silent for ``wait_s``.
+
+    Raises ConfigError: it is not UTF-8.
+    """
     text = ""
     if wait_s is None or _readable(wait_s):
-        text = sys.stdin.read().strip()
+        try:
+            text = sys.stdin.read().strip()
+        except UnicodeDecodeError:
+            raise ConfigError("standard input is not UTF-8 text") from None
+        check_text(text, "standard input")
     if not text:
         text = DEFAULT_PROMPT
         print(f"(nothing on standard input; asking: {text})", file=sys.stderr)
@@ -145,6 +154,8 @@ def _ask_at_terminal(stub: Any, conversation: Conversation, line: str) -> None:
         _ask(stub, conversation, line)
     except KeyboardInterrupt:
         print("\n(stopped)")
+    except UnicodeEncodeError:
+        print("(that is not UTF-8 text)")
     except grpc.RpcError as error:
         print(f"({_sentence(error, conversation.options)})")
 
@@ -181,14 +192,17 @@ def _timing(last: chat_pb2.ChatResponse) -> str:
         f"{usage.drafted_tokens}; first token {timing.ttft_ms:.0f} ms: queue "
         f"{timing.queue_ms:.0f}, prefill {timing.prefill_ms:.0f}; transfer "
         f"{timing.transfer_ms:.0f} ms; decode {timing.decode_ms:.0f} ms; router "
-        f"{timing.router_ms:.0f} ms; {timing.prefill_worker} -> {timing.decode_worker}]"
+        f"{timing.router_ms:.0f} ms; {timing.prefill_worker} -> {timing.decode_worker}; "
+        f"request {last.request_id}]"
     )
 
 
 def _sentence(error: grpc.RpcError, options: ChatOptions) -> str:
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in details:
-        return f"no router answers at {options.address}"
+        return f"no router answers at {options.address}; start a mesh with: pdmesh up"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return f"no complete answer within {options.timeout_s:.0f} s"
+        return f"no complete answer within {options.timeout_s:g} s; --timeout allows more"
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
+        return f"the request is over {MAX_PUBLIC_MESSAGE >> 20} MiB, more than a router takes"
     return details or f"the router answered {code.name}"

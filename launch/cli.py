@@ -63,6 +63,14 @@ def _run(arguments: argparse.Namespace) -> int:
 def _chat(arguments: argparse.Namespace) -> int:
     from pdmesh.launch.chat import ChatOptions, chat
     from pdmesh.launch.runtime import find_mesh
+    from pdmesh.launch.settings import check_number, check_text
+
+    for flag in ("prompt", "system", "model"):
+        check_text(getattr(arguments, flag), f"--{flag}")
+    check_number(arguments.seed, "--seed", 0, 2**64 - 1)
+    check_number(arguments.max_tokens, "--max-tokens", 1, 1_000_000)
+    check_number(arguments.timeout, "--timeout", 0.001, 1_000_000)
+    check_number(arguments.input_timeout, "--input-timeout", 0, 1_000_000)
 
     address = arguments.address or find_mesh(arguments.mesh).address
     host, _, port = address.rpartition(":")

@@ -31,6 +31,8 @@ STOP_S = 10.0
 """Longest wait for a process that was told to end."""
 _ROUTER_S = 2.0
 _PROGRESS_S = 3.0
+_REPEAT_S = 15.0
+"""After which a line about a process that starts is said again unchanged."""
 _CONFIG_EXIT = 2
 
 
@@ -64,7 +66,8 @@ class Crew:
         topology = plan.topology
         self._plan = plan
         self._secret = secret
-        self._announced: dict[str, float] = {}
+        self._looked: dict[str, float] = {}
+        self._announced: dict[str, tuple[str, float]] = {}
         self._ports = dict(plan.metrics_ports)
         self._claims = contextlib.ExitStack()
         self._places = self._claims.enter_context(rank_places(topology))
@@ -269,6 +272,7 @@ class Crew:
             self._give_up(child, how, words)
             return
         child.start_at = now + delay
+        self._looked.pop(name, None)
         self._announced.pop(name, None)
         say(f"  {name:<12} ended ({how}); starting it again in {delay:.1f} s ({child.log})")
 
@@ -315,9 +319,14 @@ class Crew:
         for child in self.children:
             if child.ready or not child.running:
                 continue
-            if now - max(child.started, self._announced.get(child.spec.name, 0.0)) >= _PROGRESS_S:
-                self._announced[child.spec.name] = now
-                say(f"  {child.spec.name:<12} {child.progress()}")
+            name = child.spec.name
+            if now - max(child.started, self._looked.get(name, 0.0)) < _PROGRESS_S:
+                continue
+            self._looked[name], text = now, child.progress()
+            said, said_at = self._announced.get(name, ("", 0.0))
+            if text != said or now - said_at >= _REPEAT_S:
+                self._announced[name] = text, now
+                say(f"  {name:<12} {text}")
 
 
 async def _ended(children: list[Child], deadline: float) -> None:

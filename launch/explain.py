@@ -34,7 +34,7 @@ def as_text(found: Explanation, most: int | None = None) -> str:
     for choice in found.choices:
         lines += ["", _title(choice)]
         if choice.costs:
-            known = (f"{name} {value:.3g}" for name, value in choice.costs.items() if value)
+            known = (f"{name} {_ms(value)}" for name, value in choice.costs.items() if value)
             lines.append(f"  costs in ms: {', '.join(known)}")
         for role in ("prefill", "decode"):
             scores = sorted(
@@ -47,6 +47,11 @@ def as_text(found: Explanation, most: int | None = None) -> str:
     if any(c.expected for choice in found.choices for c in choice.candidates):
         lines += ["", "* about to have: sent there, and not told by the worker yet"]
     return "\n".join(lines)
+
+
+def _ms(value: float) -> str:
+    """Three digits, and no exponent where a number is large."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _title(choice: Choice) -> str:

@@ -33,7 +33,8 @@ def claim_port(host: str, asked: int) -> Iterator[int]:
                 return
         reason = "another mesh is starting there"
     which = f"port {asked}" if asked else f"any port from {DEFAULT_PORT} on"
-    raise ConfigError(f"cannot listen on {which} of {host}: {reason}")
+    fix = "; name another, or leave it out for a free one" if asked else ""
+    raise ConfigError(f"cannot listen on {which} of {host}: {reason}{fix}")
 
 
 @contextlib.contextmanager

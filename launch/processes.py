@@ -270,7 +270,14 @@ class Child:
 
     def progress(self) -> str:
         """How far the process is, by the last event it logged."""
-        last = self.last_words().rpartition("event=")[2][:160]
-        if read := _TENSORS.search(last):
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            lines = self._last_lines()
+        events = [line.rpartition("event=")[2] for line in lines if line.strip()]
+        if not events:
+            return "starting: loads its Python packages"
+        if read := _TENSORS.search(events[-1]):
             return f"loading {read[1]} tensors"
-        return f"starting: {last}"
+        if self.spec.role == "router" and any(said.startswith("ready ") for said in events):
+            return "waits for workers"
+        return f"starting: {events[-1].strip()[:160]}"

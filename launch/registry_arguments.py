@@ -23,7 +23,7 @@ exit codes: 0 all is well, 1 the store and the workers differ, 2 wrong usage or 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``pdmesh registry``."""
-    parser.add_argument("action", choices=("inspect", "check", "gc"), help="see above")
+    parser.add_argument("action", choices=("inspect", "check", "gc"), help="see below")
     parser.add_argument("--mesh", metavar="NAME", help="which mesh")
     parser.add_argument("--redis", metavar="URL", help="ask this store (a mesh elsewhere)")
     parser.add_argument("--json", action="store_true", help="one JSON object")

@@ -85,6 +85,20 @@ def _allowed(setting: dataclasses.Field[Any]) -> str:
     return "a string that is not empty" if setting.default else "a string"
 
 
+def check_text(text: str | None, source: str) -> None:
+    """Raises ConfigError: a text of the command line has bytes that are not UTF-8."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{source} is not UTF-8 text") from None
+
+
+def check_number(value: float | None, source: str, low: float, high: float) -> None:
+    """Raises ConfigError: ``value`` is given, and not from ``low`` to ``high``."""
+    if value is not None and not low <= value <= high:
+        raise ConfigError(f"{source} is {value}; it must be a number from {low} to {high}")
+
+
 def shown(value: object) -> str:
     """A value as a sentence names it."""
     if isinstance(value, dict | list):

@@ -89,7 +89,9 @@ class Supervisor:
                 try:
                     await check_store(url)
                 except StoreUnavailable as error:
-                    raise ConfigError(f"{error}; start it, or give no store at all") from error
+                    raise ConfigError(
+                        f"{str(error).rstrip('.')}; start it, or give no store at all"
+                    ) from error
             await self._check_names()
             return
         began = time.monotonic()

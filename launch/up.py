@@ -19,8 +19,10 @@ from pdmesh.launch.ports import claim_port, claim_ports
 from pdmesh.launch.processes import command, environment, router_name
 from pdmesh.launch.ranks import whole_groups
 from pdmesh.launch.runtime import claim
+from pdmesh.launch.settings import check_text
 from pdmesh.launch.supervisor import Supervisor
 from pdmesh.launch.topology import Topology, load_topology
+from pdmesh.registry.store import end_task
 
 _SILENT_S = "5"
 """Seconds until the chat asks its default question where standard input says nothing."""
@@ -28,6 +30,7 @@ _SILENT_S = "5"
 
 def up(arguments: argparse.Namespace) -> int:
     """Starts a mesh, keeps it up until it is stopped, and ends all of it."""
+    check_text(arguments.prompt, "--prompt")
     topology = _settings(arguments)
     with topology.blamed("model", "path"):
         check_model(topology.model_path, weights=not topology.model.random_weights)
@@ -117,6 +120,7 @@ class _Session:
         self._prompt = prompt
         self._chat: subprocess.Popen[str] | None = None
         self._stopping = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -128,15 +132,15 @@ class _Session:
             await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
             return work.result() if work.done() else 0
         finally:
-            work.cancel()
             stopped.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({work})
+            await end_task(work)
+            if self._watching is not None:
+                await end_task(self._watching)
             await self._end()
 
     async def _work(self) -> int:
         await self._supervisor.start()
-        watching = asyncio.ensure_future(self._supervisor.watch())
+        watching = self._watching = asyncio.ensure_future(self._supervisor.watch())
         try:
             if not self._ask:
                 say("pdmesh: Ctrl-C stops it; talk to it with: pdmesh chat")

@@ -339,7 +339,7 @@ async def check_store(url: str) -> None:
         await store.close()
 
 
-async def end_task(task: asyncio.Task[None]) -> None:
+async def end_task(task: asyncio.Future[Any]) -> None:
     """Cancels a task until it ends.
 
     Once may not be enough: before Python 3.12 ``asyncio.wait_for``, which the redis client uses

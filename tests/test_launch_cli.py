@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import grpc
 import msgspec
 import pytest
 
 from pdmesh.launch import cli, join, runtime
 from pdmesh.launch.arguments import parser
+from pdmesh.launch.chat import ChatOptions, _sentence
 from pdmesh.launch.processes import router_spec, worker_spec
 from pdmesh.launch.runtime import MeshInfo, RunDir, claim, find_mesh
 from pdmesh.launch.topology import Topology, load_topology, shipped_config, shipped_model
@@ -156,6 +158,15 @@ EP = ("--ep-ranks", "127.0.0.1:1,127.0.0.1:2", "--ep-rank", "0")
         (("serve", "decode", "--join", "m"), "no mesh named 'm' is running on this machine"),
         (("serve", "decode", "--join", "10.0.0.1:7080"), "no secret given; copy the secret.key"),
         (("chat", "--address", "nowhere"), "'nowhere' is not HOST:PORT"),
+        (("chat", "--prompt", "\udcff"), "--prompt is not UTF-8 text"),
+        (("chat", "--system", "\udcff"), "--system is not UTF-8 text"),
+        (("up", "--prompt", "\udcff"), "--prompt is not UTF-8 text"),
+        (("chat", "--seed", "-1"), "--seed is -1; it must be a number from 0 to 18446744073709551"),
+        (("chat", "--seed", str(2**64)), "--seed is 18446744073709551616; it must be a number"),
+        (("chat", "--max-tokens", "-1"), "--max-tokens is -1; it must be a number from 1 to 1000"),
+        (("chat", "--timeout", "-1"), "--timeout is -1.0; it must be a number from 0.001 to"),
+        (("chat", "--timeout", "nan"), "--timeout is nan; it must be a number from 0.001 to"),
+        (("chat", "--input-timeout", "-1"), "--input-timeout is -1.0; it must be a number from 0"),
         (("status", "--redis", "foo://x"), "is not understood"),
     ],
 )
@@ -229,7 +240,43 @@ def test_without_a_mesh_it_says_how_to_start_one(capsys, command):
 def test_a_router_that_does_not_answer_is_one_sentence(capsys):
     code, _, err = run(capsys, "chat", "--address", "127.0.0.1:1", "--prompt", "hi")
     assert code == 1
-    assert err == "pdmesh: no router answers at 127.0.0.1:1\n"
+    assert err == "pdmesh: no router answers at 127.0.0.1:1; start a mesh with: pdmesh up\n"
+
+
+def test_standard_input_that_is_no_text_is_one_sentence(capsys, monkeypatch, tmp_path):
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for errors in ("strict", "surrogateescape"):
+        with (tmp_path / "bytes").open(encoding="utf-8", errors=errors) as given:
+            monkeypatch.setattr("sys.stdin", given)
+            code, _, err = run(capsys, "chat", "--address", "127.0.0.1:1")
+        assert (code, err) == (2, "pdmesh: standard input is not UTF-8 text\n")
+
+
+class _Refusal(grpc.RpcError):
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self.code, self.details = lambda: code, lambda: details
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "sentence"),
+    [
+        (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "SERVER: Received message larger than max (12000019 vs. 8388608)",
+            "the request is over 8 MiB, more than a router takes",
+        ),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "no room at d-0", "no room at d-0"),
+        (
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "Deadline Exceeded",
+            "no complete answer within 0.1 s; --timeout allows more",
+        ),
+        (grpc.StatusCode.INTERNAL, "", "the router answered INTERNAL"),
+    ],
+)
+def test_what_a_chat_says_of_an_error(code, details, sentence):
+    options = ChatOptions("127.0.0.1:1", timeout_s=0.1)
+    assert _sentence(_Refusal(code, details), options) == sentence
 
 
 def test_a_mesh_is_found_while_it_runs_and_not_after():

@@ -515,8 +515,19 @@ def test_timing_is_shown_when_asked_for(standing):
 def test_a_loading_worker_is_shown_with_its_tensors(tmp_path):
     child = Child(Spec("prefill-0", "prefill", (), 1), tmp_path / "prefill-0.log")
     line = "time=t level=info process=prefill-0 event={}\n".format
+    assert child.progress() == "starting: loads its Python packages"
     child.log.write_text(line("loading worker=prefill-0 checkpoint=/m"))
     assert child.progress() == "starting: loading worker=prefill-0 checkpoint=/m"
     with child.log.open("a") as log:
         log.write(line("loading worker=prefill-0 tensors=120/900"))
     assert child.progress() == "loading 120/900 tensors"
+
+
+def test_a_router_that_is_ready_is_shown_to_wait_for_workers(tmp_path):
+    child = Child(Spec("router", "router", (), 1), tmp_path / "router.log")
+    line = "time=t level=info process=router event={}\n".format
+    child.log.write_text(line("sampling_defaults temperature=0.0"))
+    assert child.progress() == "starting: sampling_defaults temperature=0.0"
+    with child.log.open("a") as log:
+        log.write(line("ready address=127.0.0.1:7080") + line("registry_swept records=0"))
+    assert child.progress() == "waits for workers"

@@ -48,6 +48,31 @@ def test_a_grammar_takes_what_it_says_and_nothing_else(grammar, good, bad):
     assert not any(matches(grammar, text) for text in bad)
 
 
+NESTED = '{"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}'
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        *(json_object_grammar(), json_grammar('{"type": "object"}'), json_grammar("true")),
+        *(json_grammar("{}"), json_grammar(" {\n} "), json_grammar(NESTED)),
+    ],
+)
+def test_json_has_the_whitespace_that_people_write_and_no_endless_one(grammar):
+    for text in ('{"a":[1]}', '{\n    "a": [\n\t\t1\n    ]\n}', '{\r\n  "a" : 1 ,\r\n "b" : 2}'):
+        assert matches(grammar, text), text
+    for text in ('{\n\n"a": 1}', '{"a":' + " " * 33 + "1}", "{\n" + " " * 33 + "}"):
+        assert not matches(grammar, text), text
+
+
+def test_a_schema_keeps_the_options_and_the_numbers_that_it_came_with():
+    own = json_grammar('{"x-guidance": {"whitespace_flexible": true}, "type": "object"}')
+    assert matches(own, '{\n\n\n"a": 1}')
+    assert "1.00e2" in json_grammar('{"const": 1.00e2}')
+    assert not matches(json_grammar("true"), "{\n\n}")
+    assert "false" in json_grammar("false")
+
+
 @pytest.mark.parametrize(
     ("make", "source", "sentence"),
     [

@@ -17,13 +17,17 @@ MAX_SOURCE = 32_000
 """Characters of a schema, a regular expression or a grammar."""
 MAX_NESTING = 64
 """Arrays and objects inside one another in a schema; brackets inside one another elsewhere."""
+_WHITESPACE = r"\r?\n[ \t]{0,32}|[ \t]{1,32}"
+"""Between parts of JSON: without a limit a model may write line breaks to its answer's end."""
+_OPTIONS = "x-guidance"
+"""The key under which llguidance takes options in a schema; a client's own stay."""
 _MAX_REASON = 300
 _POSITION = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)")
 
 
 def json_object_grammar() -> str:
     """Any JSON object."""
-    return _grammar("json_schema", '{"type":"object"}')
+    return _json('{"type":"object"}')
 
 
 def json_grammar(schema: str) -> str:
@@ -35,7 +39,9 @@ def json_grammar(schema: str) -> str:
         raise InvalidRequest(f"response_format.json_schema is not JSON: {error}") from error
     if not isinstance(value, dict | bool):
         raise InvalidRequest("response_format.json_schema must be a JSON object")
-    return _grammar("json_schema", schema)
+    if isinstance(value, bool):
+        return _json("{}") if value else _grammar("json_schema", schema)
+    return _json(schema) if _OPTIONS not in value else _grammar("json_schema", schema)
 
 
 def regex_grammar(pattern: str) -> str:
@@ -64,6 +70,14 @@ def unusable(error: str) -> InvalidRequest:
         first = f"line {found[1]}, column {found[2]}: {found[3]}"
     first = first.split("; following")[0][:_MAX_REASON]  # it lists every token of the model
     return InvalidRequest(f"response_format cannot be used: {first}")
+
+
+def _json(schema: str) -> str:
+    """The grammar of a JSON schema that is an object, with whitespace bounded. Its text stays as it
+    is: to read and write numbers could change them."""
+    options = json.dumps({_OPTIONS: {"whitespace_pattern": _WHITESPACE}})
+    rest = schema.strip()[1:].lstrip()
+    return _grammar("json_schema", f"{options[:-1]}{'' if rest == '}' else ', '}{rest}")
 
 
 def _grammar(kind: str, value: str) -> str:

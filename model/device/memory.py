@@ -127,9 +127,11 @@ class MemoryPlan:
 
     def describe(self) -> str:
         """One line for the log."""
+        kept = self.pages * self.page
+        needed = self.weights + self.steps + kept
         return (
-            f"{self.budget / GB:.1f} GB: weights {self.weights / GB:.1f}, steps "
-            f"{self.steps / GB:.1f}, {self.pages} pages {self.pages * self.page / GB:.1f}"
+            f"{needed / GB:.1f} of {self.budget / GB:.1f} GB: weights {self.weights / GB:.1f}, "
+            f"steps {self.steps / GB:.1f}, {self.pages} pages {kept / GB:.1f}"
         )
 
 
