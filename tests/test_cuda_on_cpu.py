@@ -112,6 +112,21 @@ def test_absorbed_products_are_those_of_float64(
 V3 = GateRule("noaux_tc", 256, 8, 8, 4, True, 2.5)
 
 
+@pytest.mark.parametrize("best", [0.25, torch.inf])
+def test_the_gate_chooses_among_experts_that_are_infinitely_bad(on_cpu, best):
+    """With `best` infinite, groups with one expert that is no worse than any other stay."""
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 64, generator=draw).bfloat16()
+    w = torch.randn(256, 64, generator=draw).bfloat16()
+    bias = torch.full((256,), -torch.inf)
+    bias[[130, 170, 200, 250]] = best
+    work = cuda_gate.workspace(3, "cpu")
+    got = cuda_gate.gate_topk(x, w, bias, V3, work=work)
+    ids, weights = choose_experts(work, bias, V3)
+    assert torch.equal(got.ids, ids.int())
+    torch.testing.assert_close(got.weights, weights, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("m", "hidden", "used"), [(70, 1544, 67), (5, 72, None), (300, 64, None)])
 def test_the_gate_chooses_and_counts_as_its_definition(on_cpu, m, hidden, used):
     draw = torch.Generator().manual_seed(m)

@@ -54,28 +54,39 @@ def tiles(tune: bool) -> list[ClusterTile]:
     return sorted(found)
 
 
+def texts(tune: bool) -> dict[str, str]:
+    """Translation units by name."""
+    from pdmesh.kernels import cuda_absorbed, cuda_gate, cuda_gemm, hopper_mla
+
+    forms = (False, True) if tune else (False,)
+    attention = f'#include "{hopper_mla.SOURCE}"'
+    found = {f"mla_decode_fp8 between={f}": f"#define BETWEEN {f:d}\n{attention}" for f in forms}
+    found |= {f"fp8_gemm {tuple(tile)}": cuda_gemm.source(tile) for tile in tiles(tune)}
+    for form in forms:
+        for name in ("absorb_query", "project_values"):
+            found[f"{name} whole={form}"] = cuda_absorbed.source(name, form)
+    return found | ({"gate": cuda_gate.source()} if tune else {})
+
+
 def builds(folder: Path, tune: bool) -> dict[str, Callable[[], Path]]:
     """By name, what compiles a kernel into the folder unless it is there.
 
     Raises:
         RuntimeError: there is no nvcc.
     """
-    from pdmesh.kernels import cuda_absorbed, cuda_build, cuda_gate, cuda_gemm, hopper_mla
+    from pdmesh.kernels import cuda_build, hopper_mla
 
     compiler = cuda_build.nvcc()
     if compiler is None:
         raise RuntimeError("nvcc was not found: set CUDA_HOME")
-    forms = (False, True) if tune else (False,)
-    texts = {f"fp8_gemm {tuple(tile)}": cuda_gemm.source(tile) for tile in tiles(tune)}
-    for form in forms:
-        for name in ("absorb_query", "project_values"):
-            texts[f"{name} whole={form}"] = cuda_absorbed.source(name, form)
-    if tune:
-        texts["gate"] = cuda_gate.source()
     found: dict[str, Callable[[], Path]] = {
-        f"mla_decode_fp8 between={form}": partial(hopper_mla.build, form) for form in forms
+        name: partial(cuda_build.build, text, folder, compiler)
+        for name, text in texts(tune).items()
     }
-    return found | {n: partial(cuda_build.build, t, folder, compiler) for n, t in texts.items()}
+    for form in (False, True):  # has a name of its own, and flags
+        if (name := f"mla_decode_fp8 between={form}") in found:
+            found[name] = partial(hopper_mla.build, form)
+    return found
 
 
 def build(work: dict[str, Callable[[], Path]], jobs: int) -> list[str]:

@@ -144,7 +144,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int turn = 0; turn < TURNS; ++turn) {
         const int index = turn * 256 + threadIdx.x;
-        keep_widened(narrow[turn], panels, CHUNK, index / (K / 16), index % (K / 16) * 16);
+        const int column = index % (K / 16) * 16;
+        keep_widened(narrow[turn], panels, CHUNK, index / (K / 16), column,
+                     WHOLE && column / 64 % 2);
       }
       proxy_fence();
       meet<3>(256);

@@ -17,19 +17,22 @@ __device__ __forceinline__ uint32_t widened(uint16_t two) {
 }
 
 // Sixteen e4m3 values of row n from a column on, to swizzled panels of 64 columns of bfloat16, each
-// of so many rows.
+// of so many rows. Eight threads that have a row's 128 columns store to all banks at once if those
+// of the second panel begin with their second half.
 __device__ __forceinline__ void keep_widened(const uint4& narrow, uint8_t* panels, int rows, int n,
-                                             int column) {
+                                             int column, bool second_half_first = false) {
   uint8_t* const row = panels + column / 64 * rows * 128 + n * 128;
   const uint32_t* words = reinterpret_cast<const uint32_t*>(&narrow);
 #pragma unroll
-  for (int part = 0; part < 2; ++part) {
+  for (int turn = 0; turn < 2; ++turn) {
+    const uint32_t low = second_half_first ? words[2 - 2 * turn] : words[2 * turn];
+    const uint32_t high = second_half_first ? words[3 - 2 * turn] : words[2 * turn + 1];
     uint4 wide;
-    wide.x = widened(words[2 * part] & 0xFFFF);
-    wide.y = widened(words[2 * part] >> 16);
-    wide.z = widened(words[2 * part + 1] & 0xFFFF);
-    wide.w = widened(words[2 * part + 1] >> 16);
-    const int chunk = (column % 64 / 8 + part) ^ (n & 7);
+    wide.x = widened(low & 0xFFFF);
+    wide.y = widened(low >> 16);
+    wide.z = widened(high & 0xFFFF);
+    wide.w = widened(high >> 16);
+    const int chunk = (column % 64 / 8 + (turn ^ second_half_first)) ^ (n & 7);
     *reinterpret_cast<uint4*>(row + chunk * 16) = wide;
   }
 }

@@ -38,6 +38,8 @@ constexpr int SHARED_BYTES = BARRIERS_AT + (2 * STAGES + 1) * 8 + 1024;
 constexpr bool CROSSES = 128 % BLOCK_N != 0;  // a tile may lie in two blocks of weights
 constexpr bool WIDE = BLOCK_N > 136;  // more than the 168 registers of a thread in nine warps
 constexpr int THREADS = WIDE ? 384 : 288;
+// Eights of columns that lie in one block of weights together.
+constexpr int TOGETHER = WIDE ? (BLOCK_N & -BLOCK_N) / 8 : 1;
 static_assert(W_BYTES % 1024 == 0, "swizzled rows");
 static_assert(BLOCK_N <= 128 + (BLOCK_N & -BLOCK_N), "a tile lies in two blocks of weights at most");
 static_assert(SHARED_BYTES <= 227 * 1024 && CLUSTER <= 8, "what a multiprocessor has");
@@ -185,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       release(barrier);
 #pragma unroll
       for (int j = 0; j < BLOCK_N / 8; ++j) {
-        const float weight = !CROSSES || j < boundary ? near : far;
+        const float weight = !CROSSES || j / TOGETHER * TOGETHER < boundary ? near : far;
         sums[4 * j] += product[4 * j] * (upper * weight);
         sums[4 * j + 1] += product[4 * j + 1] * (upper * weight);
         sums[4 * j + 2] += product[4 * j + 2] * (lower * weight);

@@ -123,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 }
 
 constexpr int MOST_ROWS = 1024, WORDS = MOST_ROWS / 32, TOP = 8, GROUPS = 8, TOP_GROUPS = 4;
+constexpr int NONE = -2147483647 - 1;  // less than any key
 constexpr int NOBODY = 0xFFFF, CHOOSERS = 1024, MASK_PITCH = WORDS + 1;
 constexpr int MASKS_AT = MOST_ROWS * TOP * 2, TOTALS_AT = MASKS_AT + EXPERTS * MASK_PITCH * 4;
 constexpr int TOLD_AT = TOTALS_AT + 8 * 4, CHOOSE_BYTES = TOLD_AT + 8 + 1024;
@@ -138,16 +139,43 @@ __device__ __forceinline__ float value_of(int key) {
   return __int_as_float(key < 0 ? key ^ 0x7FFFFFFF : key);
 }
 
-// One row, eight experts a lane, best first: lane i < 8 has the i-th expert and its weight.
-__device__ __forceinline__ void choose(const float (&logits)[8], const float (&bias)[8], float scale,
-                                       int lane, int& expert, float& weight) {
-  constexpr int NONE = -2147483647 - 1;
-  float scores[8];
+__device__ __forceinline__ float score_of(float logit) { return 1.0f / (1.0f + expf(-logit)); }
+
+// Of lists of (key, id) the one with the larger key, of equal ones with the lower id.
+__device__ __forceinline__ unsigned first_of_all(int key, unsigned id, int& most) {
+  most = __reduce_max_sync(~0u, key);
+  return __reduce_min_sync(~0u, key == most ? id : 65535u);
+}
+
+// The i-th best expert to lane i < 8, of all 256, eight a lane.
+__device__ __forceinline__ int choose_of_all(const int (&keys)[8], int lane) {
+  int left[8], expert = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) left[i] = keys[i];
+#pragma unroll 1
+  for (int place = 0; place < TOP; ++place) {
+    int top = left[0], number = 0, most;
+#pragma unroll
+    for (int i = 1; i < 8; ++i)
+      if (left[i] > top) top = left[i], number = i;
+    const int at = first_of_all(top, lane * 8 + number, most);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (at == lane * 8 + i) left[i] = NONE;
+    if (lane == place) expert = at;
+  }
+  return expert;
+}
+
+// One row, of which a lane has the eight `logits` from lane * 8 on: lane i < 8 gets the i-th best
+// expert and its weight.
+__device__ __forceinline__ void choose(const float* row, const float (&logits)[8],
+                                       const float (&bias)[8], float scale, int lane, int& expert,
+                                       float& weight) {
   int keys[8], best = NONE, second = NONE;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    scores[i] = 1.0f / (1.0f + expf(-logits[i]));
-    keys[i] = key_of(scores[i] + bias[i]);
+    keys[i] = key_of(score_of(logits[i]) + bias[i]);
     second = max(second, min(best, keys[i]));
     best = max(best, keys[i]);
   }
@@ -164,28 +192,47 @@ __device__ __forceinline__ void choose(const float (&logits)[8], const float (&b
     const int other = __shfl_sync(~0u, mine, g * 4);
     ahead += other > mine || (other == mine && g < group);
   }
-  if (ahead >= TOP_GROUPS) {
-    const int least = key_of(-INFINITY);
+  // A lane of a group that is out takes four of the eight of one that is in; then each orders four.
+  const bool in = ahead < TOP_GROUPS;
+  const unsigned groups = __reduce_or_sync(~0u, static_cast<unsigned>(group) << 3 * ahead);
+  const int of = in ? lane : (groups >> 3 * (ahead - TOP_GROUPS) & 7) * 4 + lane % 4;
+  int key[4];
+  unsigned id[4];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) keys[i] = least;
+  for (int i = 0; i < 4; ++i) {
+    const int upper = __shfl_sync(~0u, keys[4 + i], of);
+    key[i] = in ? keys[i] : upper;
+    id[i] = of * 8 + (in ? i : 4 + i);
   }
+#pragma unroll
+  for (int end = 3; end > 0; --end)
+#pragma unroll
+    for (int i = 0; i < end; ++i) {
+      const bool later = key[i + 1] > key[i];
+      const int most = max(key[i], key[i + 1]), other = id[i];
+      key[i + 1] = min(key[i], key[i + 1]), key[i] = most;
+      id[i] = later ? id[i + 1] : id[i], id[i + 1] = later ? other : id[i + 1];
+    }
+  int most = NONE;
   expert = 0;
-  weight = 0;
 #pragma unroll
   for (int place = 0; place < TOP; ++place) {
-    int top = keys[0], number = 0;
-    float score = scores[0];
+    const unsigned at = first_of_all(key[0], id[0], most);
+    if (id[0] == at) {
 #pragma unroll
-    for (int i = 1; i < 8; ++i)
-      if (keys[i] > top) top = keys[i], number = i, score = scores[i];
-    const int most = __reduce_max_sync(~0u, top);
-    const int at = __reduce_min_sync(~0u, top == most ? lane * 8u + number : 65535u);
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (at == lane * 8 + i) keys[i] = NONE;
-    score = __shfl_sync(~0u, score, at / 8);
-    if (lane == place) expert = at, weight = score;
+      for (int i = 0; i < 3; ++i) key[i] = key[i + 1], id[i] = id[i + 1];
+      key[3] = NONE;
+    }
+    if (lane == place) expert = at;
   }
+  // Infinitely bad ones are as good as those of a group that is out: then by number, of all.
+  const int least = key_of(-INFINITY);
+  if (most <= least) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) keys[i] = in ? keys[i] : least;
+    expert = choose_of_all(keys, lane);
+  }
+  weight = lane < TOP ? score_of(row[expert]) : 0;
   float total = weight;
 #pragma unroll
   for (int mask = 1; mask < TOP; mask *= 2) total += __shfl_xor_sync(~0u, total, mask);
@@ -223,13 +270,13 @@ extern "C" __global__ void __launch_bounds__(CHOOSERS, 1)
   const int used = num_rows ? min(*num_rows, m) : m;
 #pragma unroll 1
   for (int row = rank * WARPS + warp; row < m; row += PARTS * WARPS) {
-    const float4* const from =
-        reinterpret_cast<const float4*>(logits + static_cast<int64_t>(row) * EXPERTS + lane * 8);
+    const float* const of_row = logits + static_cast<int64_t>(row) * EXPERTS;
+    const float4* const from = reinterpret_cast<const float4*>(of_row + lane * 8);
     const float4 low = from[0], high = from[1];
     const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     int expert;
     float weight;
-    choose(values, correction, scale, lane, expert, weight);
+    choose(of_row, values, correction, scale, lane, expert, weight);
     if (row >= used) expert = -1, weight = 0;
     if (lane < TOP) {
       ids[row * TOP + lane] = expert;

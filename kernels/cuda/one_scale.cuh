@@ -238,11 +238,11 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
             prepare(shared, bar, pages, length - begin, lane);
         }
     } else if (group == 1) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(BETWEEN ? 152 : 136));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 136;");
         meet(1, 384);
         score(shared, base, bar, a, pages, begin, end, length, tile, pairs, first, warp, lane);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(BETWEEN ? 168 : 176));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 176;");
         float* row_scale = reinterpret_cast<float*>(shared + AT_ROW_SCALE);
         load_query(a, shared + AT_Q, row_scale, tid - 256, first, pairs - tile);
         proxy_fence();

@@ -57,7 +57,8 @@ __device__ __forceinline__ void keep_arrived(uint8_t* shared, uint32_t full, int
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
       const int index = (s * TURNS + turn) * 128 + threadIdx.x % 128;
-      keep_widened(loaded[turn], shared, N, index / CHUNKS, index % CHUNKS * 16);
+      const int column = index % CHUNKS * 16;
+      keep_widened(loaded[turn], shared, N, index / CHUNKS, column, column / 64 % 2);
     }
   }
   proxy_fence();

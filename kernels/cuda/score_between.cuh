@@ -109,6 +109,12 @@ __device__ __forceinline__ void score(char* shared, uint32_t base, const Barrier
             raised |= now;
         }
         const bool changed = __any_sync(0xffffffff, raised);
+        if (q4 == 0) {
+            float* to = reinterpret_cast<float*>(shared + AT_ALPHA) + half * PAIRS + r0;
+            to[0] = alpha[0];
+            to[8] = alpha[1];
+        }
+        if (lane == 0) reinterpret_cast<int*>(shared + AT_CHANGED)[half * 4 + warp] = changed;
         product(10);
         product(11);
         const uint2* normed = reinterpret_cast<const uint2*>(shared + AT_NORMED) + ring.at * 16 + q4;
@@ -138,12 +144,6 @@ __device__ __forceinline__ void score(char* shared, uint32_t base, const Barrier
             }
         }
         mma_commit();
-        if (q4 == 0) {
-            float* to = reinterpret_cast<float*>(shared + AT_ALPHA) + half * PAIRS + r0;
-            to[0] = alpha[0];
-            to[8] = alpha[1];
-        }
-        if (lane == 0) reinterpret_cast<int*>(shared + AT_CHANGED)[half * 4 + warp] = changed;
         proxy_fence();
         __syncwarp();
         if (lane == 0) barrier_arrive(bar.weights + 8 * half);

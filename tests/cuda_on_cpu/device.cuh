@@ -79,6 +79,10 @@ inline unsigned __reduce_min_sync(unsigned, unsigned value) {
   return reduced(value, [](unsigned a, unsigned b) { return min(a, b); });
 }
 
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  return reduced(value, [](unsigned a, unsigned b) { return a | b; });
+}
+
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 
 inline unsigned atomicOr(unsigned* at, unsigned bits) {
