@@ -99,6 +99,8 @@ def _settings(arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("model", "--device", device=a.device)
     topology = topology.changed("model", "--precision", precision=a.precision)
     topology = topology.changed("model", "--latents", latents=a.latents)
+    shared = True if a.share_weights else None
+    topology = topology.changed("model", "--share-weights", share_weights=shared)
     topology = topology.changed("mesh", "--step-timeout", step_timeout_s=a.step_timeout)
     topology = topology.changed("prefill", "--prefill", workers=a.prefill)
     topology = topology.changed("decode", "--draft-tokens", draft_tokens=a.draft_tokens)

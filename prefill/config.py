@@ -44,6 +44,7 @@ class PrefillConfig:
     ``eviction`` which cached pages go first; ``replica_hints`` whether it is asked which of them
     other workers have too;
     ``transports`` which ways pages may go, best first;
+    ``weights_from`` is the socket of a process that holds the weights, None: it loads its own;
     ``drain_s`` how long a worker that is told to end may take to finish what it has.
     """
 
@@ -85,6 +86,7 @@ class PrefillConfig:
     rebalance: bool = True
     microbatch_rows: int = 64
     virtual_ranks: int = 1
+    weights_from: Path | None = None
 
     @property
     def tokenizer(self) -> Path:
