@@ -29,6 +29,7 @@ from pdmesh.kvtransfer.pull_exchange import PrefixExchange
 from pdmesh.kvtransfer.receiver import TransferReceiver
 from pdmesh.kvtransfer.sender import TransferSender
 from pdmesh.kvtransfer.transports import make_dialers, make_listeners, make_page_transports
+from pdmesh.kvtransfer.weight_holder import HOLDER, MappedWeights, mapped_weights
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.parallel.serving import (
@@ -50,7 +51,7 @@ from pdmesh.registry.publisher import WorkerLease
 from pdmesh.registry.pull_metrics import PullMetrics
 from pdmesh.registry.replicas import watching_replicas
 from pdmesh.registry.transfer_metrics import TransferMetrics
-from pdmesh.registry.watchdog import Watchdog, end_process, step_bound_s, watched
+from pdmesh.registry.watchdog import Watchdog, end_process, step_bound_s, watched, while_there
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.ids import new_instance
 from pdmesh.wire.logs import event
@@ -77,11 +78,16 @@ async def serve_decode(config: DecodeConfig) -> None:
     Raises:
         ConfigError: checkpoint, secret or a port cannot be used.
     """
+    with mapped_weights(config.weights_from, config.device) as shared:
+        await _serve(config, shared)
+
+
+async def _serve(config: DecodeConfig, shared: MappedWeights | None) -> None:
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
     loading = partial(LoadingLog, config.worker_id, config.model_path)
     rows = step_rows(config.max_batch, config.draft_tokens)
-    started = start_model(config, "decode", rows, config.max_batch, loading)
+    started = start_model(config, "decode", rows, config.max_batch, loading, shared)
     config = replace(config, pages=started.pages)
     model, fmt, ranks, spread = started.model, started.fmt, started.ranks, started.spread
     if ranks.follows:
@@ -234,6 +240,8 @@ async def serve_decode(config: DecodeConfig) -> None:
     )
     async with metrics_endpoint(metrics.registry, config.host, config.metrics_port), watch:
         run = partial(watched, partial(computing, worker.run, rank), watchdog)
+        if shared is not None:
+            run = partial(while_there, run, shared.gone, HOLDER)
         await host_worker(binding, methods, run, lease, finish, life, work, config.drain_s)
 
 

@@ -93,7 +93,7 @@ class CudaMemory:
         self.driver = Driver(library if library is not None else _loaded())
         call = self.driver
         call("cuInit", c_uint(0))
-        self._ordinal = ordinal
+        self.ordinal = ordinal
         self._device = call.device(ordinal)
         self.uuid = call.uuid(self._device)
         self._refuse_mps()
@@ -103,23 +103,25 @@ class CudaMemory:
 
     def holds(self, store: LatentStore) -> bool:
         device = store.tensor.device
-        return device.type == "cuda" and device.index == self._ordinal
+        return device.type == "cuda" and device.index == self.ordinal
 
     def export(self, store: LatentStore) -> ExportedPool:
+        return self.lend(store.tensor.data_ptr(), store.num_pages * store.page_bytes, "the pages")
+
+    def lend(self, address: int, size: int, what: str) -> ExportedPool:
         self.enter()
-        at, size = c_uint64(store.tensor.data_ptr()), store.num_pages * store.page_bytes
-        capable = c_uint64(0)
+        at, capable = c_uint64(address), c_uint64(0)
         self.driver("cuPointerGetAttribute", byref(capable), c_int(IPC_CAPABLE), at)
         if not capable.value:
             raise DeviceError(
-                "the pages are in memory that CUDA shares with no other process; leave"
+                f"{what} are in memory that CUDA shares with no other process; leave"
                 " expandable_segments and cudaMallocAsync out of PYTORCH_CUDA_ALLOC_CONF"
             )
         base, whole, handle = c_uint64(), c_size_t(), IpcHandle()
         self.driver("cuMemGetAddressRange_v2", byref(base), byref(whole), at)
         offset = at.value - base.value
         if offset + size > whole.value:
-            raise DeviceError("the pages lie in more than one allocation")
+            raise DeviceError(f"{what} lie in more than one allocation")
         self.driver("cuIpcGetMemHandle", byref(handle), at)
         return ExportedPool(bytes(handle), offset, size, self.uuid)
 
@@ -155,7 +157,7 @@ class CudaMemory:
     @contextmanager
     def aside(self) -> Iterator[None]:
         if self._side is None:
-            self._side = torch.cuda.Stream(self._ordinal)  # type: ignore[no-untyped-call]
+            self._side = torch.cuda.Stream(self.ordinal)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._side):
             yield
 

@@ -75,6 +75,7 @@ def check_together(topology: Topology) -> None:
     _check_page(topology, config)
     _check_eviction(topology)
     _check_experts(topology, config)
+    _check_shared(topology)
     router, port = topology.router.metrics_port, topology.mesh.port
     if port and router == port:
         with topology.blamed("router", "metrics_port"):
@@ -129,6 +130,19 @@ def check_device(topology: Topology, config: Mapping[str, object]) -> None:
                     f"ranks in fp8 send rows of whole blocks of 128, and this model's are {hidden} "
                     "wide; leave it at 1, or add --precision plain"
                 )
+
+
+def _check_shared(topology: Topology) -> None:
+    if not topology.model.share_weights:
+        return
+    for role, section in (("prefill", topology.prefill), ("decode", topology.decode)):
+        for key in ("ep", "virtual_ranks"):
+            if getattr(section, key) > 1:
+                with topology.blamed(role, key):
+                    raise ConfigError(
+                        "workers that share experts hold different weights each, so there is no "
+                        "copy that all could map; leave it at 1, or leave --share-weights out"
+                    )
 
 
 def _check_drafts(topology: Topology, config: Mapping[str, object]) -> None:

@@ -11,12 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from pdmesh.launch.ports import claim_ports
-from pdmesh.launch.processes import Child, WorkerRole, router_name, router_spec, worker_spec
+from pdmesh.launch.processes import (
+    Child,
+    WorkerRole,
+    device_of,
+    holder_specs,
+    router_name,
+    router_spec,
+    worker_spec,
+)
 from pdmesh.launch.ranks import group_sizes, more_places, rank_places
+from pdmesh.launch.readiness import ended, holds, serving
 from pdmesh.launch.restart import Death, restart_delay
 from pdmesh.launch.runtime import RunDir
 from pdmesh.launch.scaling import index_of, next_name
@@ -24,7 +30,6 @@ from pdmesh.launch.topology import Topology
 from pdmesh.registry.roster import Member
 from pdmesh.registry.store import read_members
 from pdmesh.wire.errors import ConfigError, PdmeshError, Unavailable
-from pdmesh.wire.rpc import channel_options
 
 TICK_S = 0.2
 STOP_S = 10.0
@@ -76,6 +81,8 @@ class Crew:
         for index, port in enumerate((plan.port, *plan.more_ports)):
             self._enlist_router(router_name(index), port)
         self.address = self.children[0].address
+        self._holders = holder_specs(topology, plan.run_dir.path)
+        self.children += [Child(s, plan.run_dir.log(s.name)) for s in self._holders.values()]
         counts: dict[WorkerRole, int] = {
             "prefill": topology.prefill.workers,
             "decode": topology.decode.workers,
@@ -94,7 +101,8 @@ class Crew:
     def _enlist(self, role: WorkerRole, name: str) -> Child:
         metrics = self._ports.get(name, 0)
         place = self._places.get(name)
-        spec = worker_spec(self._plan.topology, role, name, self._secret, metrics, place)
+        holder = self._holders.get(device_of(self._plan.topology, name))
+        spec = worker_spec(self._plan.topology, role, name, self._secret, metrics, place, holder)
         self.children.append(Child(spec, self._plan.run_dir.log(name)))
         return self.children[-1]
 
@@ -109,7 +117,7 @@ class Crew:
         return {
             child.spec.name: child
             for child in self.children
-            if child.spec.role != "router" and not child.leaving
+            if child.spec.role in ("prefill", "decode") and not child.leaving
         }
 
     def routers(self) -> list[Child]:
@@ -137,8 +145,18 @@ class Crew:
         """Starts every process."""
         now = time.monotonic()
         for child in self.children:
-            child.start(self.redis_url, now)
-            say(f"  {child.spec.name:<12} starting")
+            if self._start(child, now):
+                say(f"  {child.spec.name:<12} starting")
+            else:
+                say(f"  {child.spec.name:<12} will start when {child.spec.needs} is ready")
+
+    def _start(self, child: Child, now: float) -> bool:
+        """Starts a process, unless another one that it needs has to be ready first."""
+        needed = [other for other in self.children if other.spec.name == child.spec.needs]
+        if not all(other.ready and other.running for other in needed):
+            return False
+        child.start(self.redis_url, now)
+        return True
 
     def add(self, role: WorkerRole, name: str = "", after: str = "") -> Child:
         """Starts one more worker, under the lowest free index if no name is given.
@@ -151,7 +169,7 @@ class Crew:
         self._claim_place(role, name)
         child = self._enlist(role, name)
         child.late, child.replaced = True, after
-        child.start(self.redis_url, time.monotonic())
+        self._start(child, time.monotonic())
         return child
 
     async def until_ready(self, child: Child, keep: bool = False) -> None:
@@ -216,10 +234,15 @@ class Crew:
         routers = [c for c in self.children if c.spec.role == "router"]
         for child in routers:
             child.signal(signal.SIGTERM)
-        await _ended(routers, time.monotonic() + _ROUTER_S)
-        for child in self.children:
+        await ended(routers, time.monotonic() + _ROUTER_S)
+        holders = [c for c in self.children if c.spec.role == "weights"]
+        workers = [c for c in self.children if c not in holders]
+        for child in workers:
             child.signal(signal.SIGTERM if child in routers else signal.SIGINT)
-        await _ended(self.children, deadline)
+        await ended(workers, deadline)
+        for child in holders:  # last: a worker that loses its weights ends at once
+            child.signal(signal.SIGTERM)
+        await ended(holders, deadline)
         self.kill()
         self._claims.close()
 
@@ -253,7 +276,7 @@ class Crew:
         if child.process is not None:
             self._on_death(child, now)
         elif now >= child.start_at:
-            child.start(self.redis_url, now)
+            self._start(child, now)
 
     def _on_death(self, child: Child, now: float) -> None:
         assert child.process is not None
@@ -297,8 +320,13 @@ class Crew:
             if child.ready or not child.running:
                 continue
             if child.spec.role == "router":
-                if await _serving(child.address):
+                if await serving(child.address):
                     self._on_ready(child, child.address)
+                continue
+            if child.spec.socket is not None:
+                assert child.process is not None
+                if holds(child.spec.socket, child.process.pid):
+                    self._on_ready(child, str(child.spec.socket))
                 continue
             if child.spec.follows:
                 if child.following:
@@ -327,19 +355,3 @@ class Crew:
             if text != said or now - said_at >= _REPEAT_S:
                 self._announced[name] = text, now
                 say(f"  {name:<12} {text}")
-
-
-async def _ended(children: list[Child], deadline: float) -> None:
-    while any(child.running for child in children) and time.monotonic() < deadline:
-        await asyncio.sleep(0.05)
-
-
-async def _serving(address: str) -> bool:
-    """Whether the router's public health check says SERVING."""
-    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=1.0)
-        except grpc.aio.AioRpcError:
-            return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

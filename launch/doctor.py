@@ -24,6 +24,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         ("store", lambda: _store(arguments.redis)),
         ("device", lambda: _device(arguments)),
         ("pages", lambda: _pages(arguments)),
+        ("weights", lambda: _weights(arguments)),
     ):
         try:
             for line in check():
@@ -31,7 +32,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         except ConfigError as error:
             problems += 1
             print(f"{name:<8} PROBLEM: {error}")
-    print("all is well" if not problems else f"{problems} of 4 checks found a problem")
+    print("all is well" if not problems else f"{problems} of 5 checks found a problem")
     return _WRONG if problems else _OK
 
 
@@ -90,6 +91,12 @@ def _pages(arguments: argparse.Namespace) -> list[str]:
     from pdmesh.kvtransfer.transports import transport_report
 
     return list(dict.fromkeys(map(transport_report, _devices(arguments))))
+
+
+def _weights(arguments: argparse.Namespace) -> list[str]:
+    from pdmesh.kvtransfer.held_memory import sharing_report
+
+    return list(dict.fromkeys(map(sharing_report, _devices(arguments))))
 
 
 def _devices(arguments: argparse.Namespace) -> list[str | None]:

@@ -63,6 +63,7 @@ def asked(topology: Topology) -> dict[str, Any]:
         "dtype": model.dtype,
         "mtp": model.mtp,
         "page_size": model.page_size,
+        "shared": model.share_weights,
         "workers": [
             {"device": device, "count": count, "share": _share(device, placed)}
             | _role(topology, role)

@@ -31,6 +31,7 @@ examples:
   pdmesh serve router  --redis redis://10.0.0.5 --secret-file key --host 10.0.0.1 --port 7080
   pdmesh serve prefill --redis redis://10.0.0.5 --secret-file key --host 10.0.0.2
   pdmesh serve decode  --redis redis://10.0.0.5 --secret-file key --host 10.0.0.3
+  pdmesh serve weights --weights-socket w.sock --model DIR              for workers of this host
 """
 
 _DRAFTS = "MTP drafts a step and sequence: 0 to 4, or auto: as many as pay off (default: 1)"
@@ -66,13 +67,29 @@ def add_up(up: argparse.ArgumentParser) -> None:
     up.add_argument("--draft-tokens", type=_number_or_word, metavar="N", help=_DRAFTS)
     up.add_argument("--drain-s", type=float, metavar="S", help=_DRAIN)
     up.add_argument("--transports", metavar="LIST", help=_TRANSPORTS)
+    up.add_argument(
+        "--share-weights",
+        action="store_true",
+        help="one process on each device holds the weights and its workers map them: one copy, and "
+        "restarts that load nothing (on a GPU it has not run yet)",
+    )
     up.add_argument("--chat", action="store_true", help="open a chat; stop everything at its end")
     up.add_argument("--prompt", metavar="TEXT", help="print one answer and stop everything")
 
 
 def add_serve(serve: argparse.ArgumentParser) -> None:
     """Of ``pdmesh serve``."""
-    serve.add_argument("role", choices=("router", "prefill", "decode"))
+    serve.add_argument(
+        "role",
+        choices=("router", "prefill", "decode", "weights"),
+        help="weights: hold a model's weights for the workers of this host and device",
+    )
+    serve.add_argument(
+        "--weights-socket",
+        type=Path,
+        metavar="PATH",
+        help="weights: offer them here; workers: map them from there instead of loading",
+    )
     serve.add_argument("--topology", type=Path, metavar="FILE", help="TOML file; flags override it")
     serve.add_argument(
         "--join", metavar="ADDRESS", help="a mesh's name, or HOST:PORT of its router: ask it"

@@ -10,7 +10,10 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pdmesh.model.device.memory import MemoryPlan
 
 _SIZES = ("share", "pages", "rows", "sequences", "ranks", "redundant", "threshold")
 
@@ -19,7 +22,7 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Either a ``problem``, one sentence with the fix, or ``lines`` about what was planned."""
     import msgspec
 
-    from pdmesh.model.device.memory import GB, check_all_fit
+    from pdmesh.model.device.memory import GB
     from pdmesh.model.machine import remarks, this_machine
     from pdmesh.model.planning import memory_of, plan_pages
     from pdmesh.model.served import Placing
@@ -41,6 +44,7 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
                     placing,
                     random=random,
                     **shared,
+                    weights="to hold" if asked["shared"] else "own",
                     **{key: worker[key] for key in _SIZES},
                 )
                 if plan is not None:
@@ -49,13 +53,29 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
                     lines.append(f"{each}{worker['role']} on {device}: {plan.describe()}")
             if plans:
                 free = memory_of(device)[0]
-                check_all_fit(plans, free)
+                _check_fit(plans, free, asked)
                 lines.append(f"{free / GB:.1f} GB are free {_where(device, devices)}now")
     except ConfigError as error:
         return {"problem": error.message}
     if devices != ["cpu"]:
         lines += remarks(this_machine(), devices[0], placing.chosen)
     return {"lines": lines}
+
+
+def _check_fit(
+    plans: Sequence[tuple[int, MemoryPlan]], free: int, asked: Mapping[str, Any]
+) -> None:
+    from pdmesh.model.device.memory import check_all_fit
+    from pdmesh.wire.errors import ConfigError
+
+    whole = all(worker["ranks"] == 1 for worker in asked["workers"])
+    several = sum(count for count, _ in plans) > 1
+    try:
+        check_all_fit(plans, free)
+    except ConfigError as error:
+        if asked["shared"] or not (whole and several):
+            raise
+        raise ConfigError(f"{error}, or add --share-weights for one copy of the weights") from error
 
 
 def _where(device: str, devices: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ from pdmesh.launch.topology import (
 PARENT_VARIABLE = "PDMESH_PARENT"
 REDIS_VARIABLE = "PDMESH_REDIS"
 WorkerRole = Literal["prefill", "decode"]
-Role = Literal["router", "prefill", "decode"]
+Role = Literal["router", "prefill", "decode", "weights"]
 _DRAINING = re.compile(r'event=draining .*left="([^"]+)"')
 _FOLLOWING = "event=following"
 _TENSORS = re.compile(r"^loading .*tensors=(\d+/\d+)")
@@ -41,6 +41,10 @@ class Spec:
     threads: int
     follows: bool = False
     """Only computes with another worker: it has no request, and no place in the registry."""
+    needs: str = ""
+    """Name of the process that has to be ready before this one starts."""
+    socket: Path | None = None
+    """Where it offers weights."""
 
 
 def threads_per_worker(topology: Topology, asked: int) -> int:
@@ -83,10 +87,11 @@ def worker_spec(
     secret: Path,
     metrics_port: int,
     place: RankPlace | None = None,
+    holder: Spec | None = None,
 ) -> Spec:
     """How to start a worker: with its share of the cores as they are split among the workers that
     ``topology`` names, however many there are by now. ``metrics_port`` 0: no metrics endpoint.
-    ``place``: among the ranks that share the experts, if they do.
+    ``place``: among the ranks that share the experts, if they do. ``holder``: of its weights.
     """
     section = topology.prefill if role == "prefill" else topology.decode
     threads = threads_per_worker(topology, section.threads)
@@ -100,10 +105,31 @@ def worker_spec(
     ranks = () if place is None else place.arguments + _expert_arguments(section)
     if section.virtual_ranks > 1:
         ranks = (*ranks, "--virtual-ranks", str(section.virtual_ranks))
-    placed = ("--device", device_of(topology, name))
+    placed: tuple[str, ...] = ("--device", device_of(topology, name))
+    if holder is not None:
+        placed = (*placed, "--weights-socket", str(holder.socket))
     arguments = ("--id", name, *sizes, *own, *ranks, *caching, *moving, *ending, *placed, *shared)
     follows = place is not None and place.rank % section.tp != 0
-    return Spec(name, role, arguments, threads, follows)
+    needs = "" if holder is None else holder.name
+    return Spec(name, role, arguments, threads, follows, needs)
+
+
+def holder_specs(topology: Topology, folder: Path) -> dict[str, Spec]:
+    """How to start the processes that hold weights, by device; none where workers load their own.
+
+    ``folder`` is where their sockets will be.
+    """
+    if not topology.model.share_weights:
+        return {}
+    devices = list(dict.fromkeys(topology.model.device.split(",")))
+    found = {}
+    for index, device in enumerate(devices):
+        name = f"weights-{index}" if len(devices) > 1 else "weights"
+        socket = folder / f"{name}.sock"
+        where = ("--id", name, "--weights-socket", str(socket), "--device", device)
+        arguments = (*where, *_weights_arguments(topology))
+        found[device] = Spec(name, "weights", arguments, cores(), socket=socket)
+    return found
 
 
 def device_of(topology: Topology, name: str) -> str:
@@ -151,7 +177,8 @@ def _decode_arguments(topology: Topology) -> tuple[str, ...]:
     )
 
 
-def _shared_arguments(topology: Topology, secret: Path) -> tuple[str, ...]:
+def _weights_arguments(topology: Topology) -> tuple[str, ...]:
+    """What a process needs to know of the weights."""
     mtp = () if topology.model.mtp else ("--no-mtp",)
     made = topology.random
     random: tuple[str, ...] = ()
@@ -159,15 +186,21 @@ def _shared_arguments(topology: Topology, secret: Path) -> tuple[str, ...]:
         random = ("--random-weights", "--weights-seed", str(made.seed))
         random += ("--layers", str(made.layers), "--experts", str(made.experts))
     return (
+        *("--model", str(topology.model_path), *random, "--dtype", topology.model.dtype, *mtp),
+        *("--precision", topology.model.precision, "--log-level", topology.mesh.log_level),
+    )
+
+
+def _shared_arguments(topology: Topology, secret: Path) -> tuple[str, ...]:
+    return (
         *("--mesh", topology.mesh.name, "--host", topology.mesh.host),
-        *("--secret-file", str(secret), "--model", str(topology.model_path), *random),
-        *("--model-name", topology.model_name, "--dtype", topology.model.dtype, *mtp),
+        *("--secret-file", str(secret), "--model-name", topology.model_name),
+        *_weights_arguments(topology),
         *("--arithmetic", topology.model.arithmetic),
         *("--page-size", str(topology.model.page_size)),
-        *("--precision", topology.model.precision),
         *("--latents", topology.model.latents),
         *("--step-timeout", str(topology.mesh.step_timeout_s)),
-        *("--lease-ttl", str(topology.mesh.lease_ttl_s), "--log-level", topology.mesh.log_level),
+        *("--lease-ttl", str(topology.mesh.lease_ttl_s)),
     )
 
 

@@ -82,7 +82,8 @@ class RunDir:
         try:
             self.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.path.chmod(0o700)
-            for old in (*self.logs.glob("*.log"), self.control, *self.path.glob("*.admin")):
+            left = (self.control, *self.path.glob("*.admin"), *self.path.glob("weights*.sock"))
+            for old in (*self.logs.glob("*.log"), *left):
                 old.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(

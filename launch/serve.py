@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pdmesh.launch.checks import check_host, check_model, check_together
+from pdmesh.launch.holding import hold
 from pdmesh.launch.join import check_joined, joined
 from pdmesh.launch.mode import with_mode
 from pdmesh.launch.processes import REDIS_VARIABLE
@@ -27,8 +28,11 @@ from pdmesh.wire.secret import read_secret
 
 def serve(arguments: argparse.Namespace) -> int:
     """Runs one process until SIGTERM or Ctrl-C."""
-    topology = _settings(arguments)
     role = arguments.role
+    if role == "weights":
+        _hold(arguments)
+        return 0
+    topology = _settings(arguments)
     _check(topology, role)
     name = arguments.id or f"{role}-{socket.gethostname()}-{secrets.token_hex(2)}"
     setup_logs(name, topology.mesh.log_level)
@@ -66,12 +70,8 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("mesh", "--host", host=a.host)
     topology = topology.changed("mesh", "--secret-file", secret_file=a.secret_file)
     topology = topology.changed("mesh", "--lease-ttl", lease_ttl_s=a.lease_ttl)
-    topology = topology.changed("mesh", "--log-level", log_level=a.log_level)
-    topology = topology.changed("model", "--model", path=a.model)
+    topology = _of_weights(topology, a)
     topology = topology.changed("model", "--model-name", name=a.model_name)
-    topology = topology.changed("model", "--dtype", dtype=a.dtype)
-    topology = topology.changed("model", "--no-mtp", mtp=False if a.no_mtp else None)
-    topology = with_mode(topology, a)
     topology = topology.changed(a.role, "--metrics-port", metrics_port=a.metrics_port)
     if a.role == "router":
         topology = topology.changed("mesh", "--port", port=a.port)
@@ -110,6 +110,30 @@ def _overridden(topology: Topology, arguments: argparse.Namespace) -> Topology:
     if topology.mesh.secret_file is None:
         raise ConfigError("no secret given; add --secret-file FILE (the same on every host)")
     return topology
+
+
+def _of_weights(topology: Topology, arguments: argparse.Namespace) -> Topology:
+    """The topology, overridden by what a command line says of weights."""
+    a = arguments
+    topology = topology.changed("mesh", "--log-level", log_level=a.log_level)
+    topology = topology.changed("model", "--model", path=a.model)
+    topology = topology.changed("model", "--dtype", dtype=a.dtype)
+    topology = topology.changed("model", "--no-mtp", mtp=False if a.no_mtp else None)
+    return with_mode(topology, a)
+
+
+def _hold(arguments: argparse.Namespace) -> None:
+    """Holds weights for workers until SIGTERM or Ctrl-C."""
+    topology = _of_weights(load_topology(arguments.topology), arguments)
+    with topology.blamed("model", "path"):
+        check_model(topology.model_path, weights=not topology.model.random_weights)
+    check_together(topology)
+    if arguments.weights_socket is None:
+        raise ConfigError("weights are offered at a socket; add --weights-socket PATH")
+    name = arguments.id or "weights"
+    setup_logs(name, topology.mesh.log_level)
+    device = _own_device(topology.model.device, ranks=False)
+    hold(topology, name, arguments.weights_socket, device)
 
 
 def _group_size(arguments: argparse.Namespace) -> int | None:
@@ -169,6 +193,7 @@ def _worker(
         "precision": model.precision,
         "latents": model.latents,
         "memory_share": arguments.memory_share,
+        "weights_from": arguments.weights_socket,
         "pages": section.pages,
         "eviction": topology.kvcache.eviction,
         "replica_hints": topology.kvcache.replica_hints,

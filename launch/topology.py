@@ -101,6 +101,9 @@ class ModelSection:
         "auto", ("auto", "plain", "fp8"), "of products; auto: fp8 on a CUDA device"
     )
     latents: str = _choice("plain", ("plain", "fp8"), "how pages keep latents")
+    share_weights: bool = _plain(
+        False, "one process on each device holds the weights, and its workers map them"
+    )
 
 
 @dataclass(frozen=True)

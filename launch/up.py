@@ -97,6 +97,8 @@ def _settings(arguments: argparse.Namespace) -> Topology:
     topology = topology.changed("model", "--model", path=a.model)
     topology = topology.changed("model", "--no-mtp", mtp=False if a.no_mtp else None)
     topology = with_mode(topology, a)
+    shared = True if a.share_weights else None
+    topology = topology.changed("model", "--share-weights", share_weights=shared)
     topology = topology.changed("prefill", "--prefill", workers=a.prefill)
     topology = topology.changed("decode", "--draft-tokens", draft_tokens=a.draft_tokens)
     topology = topology.changed("router", "--routers", workers=a.routers)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from pdmesh.model.device.memory import (
+    GB,
     MemoryPlan,
     plain_weight_bytes,
     plan_memory,
@@ -20,6 +22,7 @@ from pdmesh.model.served import Placing
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.random_weights import RandomWeights
 
+WhoseWeights = Literal["own", "held", "to hold"]
 CPU_PAGES = 256
 """Pages of a worker on a CPU that was told to choose."""
 
@@ -39,6 +42,7 @@ def plan_pages(
     ranks: int = 1,
     redundant: int = 0,
     threshold: int = 64,
+    weights: WhoseWeights = "own",
 ) -> tuple[int, MemoryPlan | None]:
     """How many pages a worker gets, before it allocates anything.
 
@@ -52,6 +56,8 @@ def plan_pages(
         random: weights to make instead of reading them.
         ranks, redundant: workers that share the routed experts, and copies of these.
         threshold: rows of the largest batch from which on ranks compute in two microbatches.
+        weights: whether they are the worker's own, or in memory of another process: "held" there
+            already, or "to hold".
 
     Returns:
         The number, and what it comes from: on a CUDA device, and for random weights anywhere.
@@ -75,25 +81,66 @@ def plan_pages(
     if precision == "fp8":
         if ranks > 1:
             exchange = spread_over(config, mtp, 0, ranks, redundant, rows, threshold).exchange
-        weights = weight_bytes(config, mtp, None if exchange is None else exchange.size.slots)
+        needed = weight_bytes(config, mtp, None if exchange is None else exchange.size.slots)
     else:
-        weights = plain_weight_bytes(config, mtp, value_bytes, ranks, redundant)
+        needed = plain_weight_bytes(config, mtp, value_bytes, ranks, redundant)
+    own = weights == "own"
+    if weights == "to hold":
+        free = max(0, free - needed)
     try:
         plan = plan_memory(
             total,
             free,
             share,
-            weights,
+            needed if own else 0,
             step_bytes(config, rows, sequences, exchange) * value_bytes // 2,
             layers * page_size * latent,
             pages if on_cuda else pages or CPU_PAGES,
             2 * sequences * context,
+            0 if own else needed,
         )
     except ConfigError as error:
         if random is None:
             raise
         raise ConfigError(f"{error}; random weights may have fewer --layers") from error
     return plan.pages, plan
+
+
+def check_room(
+    path: Path, placing: Placing, mtp: bool, dtype: str, random: RandomWeights | None = None
+) -> str:
+    """Whether there is room for the weights of a model, before a process that is to hold them for
+    others allocates any.
+
+    Args:
+        path, placing, mtp, dtype, random: as of `plan_pages`.
+
+    Returns:
+        What is needed, for the log.
+
+    Raises:
+        ConfigError: the device cannot compute the model, or has not enough memory.
+    """
+    on_cuda = torch.device(placing.device).type == "cuda"
+    if on_cuda:
+        check_machine(this_machine(), placing.device, placing.chosen)
+    config = served_config(path, random)
+    if placing.chosen == "fp8":
+        needed = weight_bytes(config, mtp)
+    else:
+        needed = plain_weight_bytes(config, mtp, getattr(torch, dtype).itemsize)
+    free, _ = memory_of(placing.device)
+    most = needed if on_cuda else 2 * needed  # on a CPU they are copied into memory of its own
+    words = f"weights {needed / GB:.3f} GB"
+    if not on_cuda:
+        words += ", twice that while they are loaded"
+    if most > free:
+        more = "; random weights may have fewer --layers" if random is not None else ""
+        raise ConfigError(
+            f"the weights do not fit: {words}, and {free / GB:.3f} GB are free; end what takes "
+            f"the rest, or take a smaller model{more}"
+        )
+    return words
 
 
 def memory_of(device: str) -> tuple[int, int]:

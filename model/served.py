@@ -15,6 +15,7 @@ from pdmesh.model.grammar import Grammars
 from pdmesh.model.page_format import page_format
 from pdmesh.model.random_weights import random_model, served_config, served_fingerprint
 from pdmesh.model.rows_check import check_rows
+from pdmesh.model.shared_weights import SharedWeights, Wanted, shared_weights
 from pdmesh.model.weights import Progress, load_model
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Arithmetic, PageFormat, Precision
@@ -61,8 +62,9 @@ def load_served_model(
     experts: bool = True,
     spread: Spread | None = None,
     random: RandomWeights | None = None,
+    shared: SharedWeights | None = None,
 ) -> tuple[DeepseekV3 | DeviceModel, PageFormat]:
-    """Loads a checkpoint, or makes random weights, and warns if rows vary on this processor.
+    """Loads a checkpoint, or makes or maps weights, and warns if rows vary on this processor.
 
     Args:
         path: checkpoint directory.
@@ -75,6 +77,7 @@ def load_served_model(
         progress, experts: as in `load_model`.
         spread: in FP8, the rank that this worker is.
         random: weights to make instead of reading them; then `path` holds a `config.json` at least.
+        shared: those that another process holds, of the whole model; mapped instead.
 
     Raises:
         ConfigError: the checkpoint cannot be served, or not so.
@@ -83,9 +86,17 @@ def load_served_model(
     config = served_config(path, random)
     _check(placing, arithmetic, config)
     model: DeepseekV3 | DeviceModel
-    if precision == "fp8":
-        dtype = "bfloat16"
-        latent_bytes = 1 if placing.packed else 2
+    fp8, latent_bytes = precision == "fp8", 1 if placing.packed else 2
+    dtype = "bfloat16" if fp8 else dtype
+    named = ""
+    if shared is not None:
+        named = served_fingerprint(path, random)
+        weights = shared_weights(Wanted(path, fp8, dtype, mtp, random, named), shared)
+        if isinstance(weights, DeepseekV3):
+            model = weights
+        else:
+            model = DeviceModel.of(config, weights, page_size, latent_bytes)
+    elif fp8:
         held = None if spread is None else spread.held
         model = DeviceModel.load(
             path, placing.device, mtp, progress, page_size, latent_bytes, held, random
@@ -96,10 +107,11 @@ def load_served_model(
             model = load_model(path, *rest)
         else:
             model = random_model(config, random.seed, *rest)
+    if isinstance(model, DeepseekV3):
         check_rows(model)
-    weights = served_fingerprint(path, random)
+    named = named or served_fingerprint(path, random)
     return model, page_format(
-        model.config, name, weights, dtype, mtp, page_size, arithmetic, precision, placing.packed
+        model.config, name, named, dtype, mtp, page_size, arithmetic, precision, placing.packed
     )
 
 

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.device.memory import GB
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.spread import Spread
 from pdmesh.model.parallel.serving import Ranks, planned_spread
 from pdmesh.model.planning import plan_pages
 from pdmesh.model.served import Placing, load_served_model
+from pdmesh.model.shared_weights import SharedWeights
+from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.logs import event
 from pdmesh.wire.worker_config import WorkerConfig
@@ -54,19 +57,26 @@ def start_model(
     rows: int,
     sequences: int,
     loading: Callable[[], Loading],
+    shared: SharedWeights | None = None,
 ) -> Started:
-    """Plans the worker's memory, then loads its model, or its part of one.
+    """Plans the worker's memory, then loads or maps its model, or loads its part of one.
 
     Args:
         role: "prefill" or "decode"; a group's ranks are of one role.
         rows: of the largest step.
         sequences: of the largest batch.
         loading: called when the load begins.
+        shared: weights that another process holds.
 
     Raises:
         ConfigError: the model cannot be served, not so, or not here.
     """
     path, alone = config.model_path, len(config.ep_ranks) < 2
+    if shared is not None and not (alone and config.virtual_ranks < 2):
+        raise ConfigError(
+            "workers that share experts hold different weights, and can map none of others; let "
+            "them load their own"
+        )
     placing = Placing(config.device, config.precision, config.latents)
     ranks = Ranks(
         config.ep_rank,
@@ -97,6 +107,7 @@ def start_model(
         ranks=max(1, len(config.ep_ranks)),
         redundant=config.redundant_experts,
         threshold=config.microbatch_rows,
+        weights="own" if shared is None else "held",
     )
     if plan is not None:
         event(log, "memory planned", worker=config.worker_id, plan=plan.describe())
@@ -113,6 +124,10 @@ def start_model(
         experts=alone,
         spread=spread,
         random=config.random,
+        shared=shared,
     )
     begun.loaded()
+    if shared is not None:
+        gigabytes = f"{shared.held.nbytes / GB:.3f}"
+        event(log, "weights shared", worker=config.worker_id, gb=gigabytes)
     return Started(model, fmt, ranks, spread, pages)

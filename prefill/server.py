@@ -18,6 +18,7 @@ from pdmesh.kvcache.replicas import ReplicaHints
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.pull_exchange import PrefixExchange
 from pdmesh.kvtransfer.transports import make_page_transports
+from pdmesh.kvtransfer.weight_holder import HOLDER, MappedWeights, mapped_weights
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.rank import DeviceRank
 from pdmesh.model.parallel.serving import (
@@ -48,7 +49,7 @@ from pdmesh.registry.publisher import WorkerLease
 from pdmesh.registry.pull_metrics import PullMetrics
 from pdmesh.registry.replicas import watching_replicas
 from pdmesh.registry.transfer_metrics import TransferMetrics
-from pdmesh.registry.watchdog import Watchdog, end_process, step_bound_s, watched
+from pdmesh.registry.watchdog import Watchdog, end_process, step_bound_s, watched, while_there
 from pdmesh.wire.handoff import ChecksumsRequest, PageChecksums
 from pdmesh.wire.ids import new_instance
 from pdmesh.wire.logs import event
@@ -65,11 +66,16 @@ async def serve_prefill(config: PrefillConfig) -> None:
     Raises:
         ConfigError: checkpoint, secret or a port cannot be used.
     """
+    with mapped_weights(config.weights_from, config.device) as shared:
+        await _serve(config, shared)
+
+
+async def _serve(config: PrefillConfig, shared: MappedWeights | None) -> None:
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
     loading = partial(LoadingLog, config.worker_id, config.model_path)
     rows = step_rows(config.chunk_tokens, config.page_size)
-    started = start_model(config, "prefill", rows, STEP_PROMPTS, loading)
+    started = start_model(config, "prefill", rows, STEP_PROMPTS, loading, shared)
     config = replace(config, pages=started.pages)
     model, fmt, ranks, spread = started.model, started.fmt, started.ranks, started.spread
     if ranks.follows:
@@ -227,4 +233,6 @@ async def serve_prefill(config: PrefillConfig) -> None:
     )
     async with metrics_endpoint(metrics.registry, config.host, config.metrics_port), watch:
         run = partial(watched, partial(computing, worker.run, rank), watchdog)
+        if shared is not None:
+            run = partial(while_there, run, shared.gone, HOLDER)
         await host_worker(binding, methods, run, lease, finish, life, work, config.drain_s)

@@ -1,4 +1,7 @@
-"""A worker whose step does not end leaves the mesh: a device that hangs answers nothing."""
+"""A worker whose step does not end leaves the mesh: a device that hangs answers nothing.
+
+So does one that has lost what it computes with.
+"""
 
 from __future__ import annotations
 
@@ -99,3 +102,37 @@ async def watched(
     finally:
         running.cancel()
         await asyncio.wait({running})
+
+
+async def while_there(
+    run: Callable[[], Awaitable[None]],
+    gone: Callable[[], Awaitable[None]],
+    what: str,
+    give_up: Callable[[], None] = end_process,
+) -> None:
+    """A worker's loop, which ends when something that it cannot do without has gone.
+
+    Args:
+        run: the loop.
+        gone: returns when that has happened.
+        what: has gone, for the log.
+        give_up: called then, before the loop is left.
+
+    Raises:
+        InternalError: it has gone.
+        Exception: what ended the loop.
+    """
+    running, waiting = asyncio.ensure_future(run()), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            waiting.result()
+            message = f"{what} has ended; the worker leaves"
+            event(log, message, level=logging.ERROR)
+            give_up()
+            raise InternalError(message)
+        running.result()
+    finally:
+        running.cancel()
+        waiting.cancel()
+        await asyncio.wait({running, waiting})

@@ -117,6 +117,20 @@ def test_a_pool_is_exported_as_an_allocation_and_its_place_there():
     assert order.index("cuCtxSetCurrent") < order.index("cuPointerGetAttribute")
 
 
+def test_memory_that_cannot_be_lent_is_named_in_the_sentence():
+    library = Library()
+    memory = CudaMemory(0, library)
+    assert memory.lend(8192, 100, "the weights") == ExportedPool(
+        HANDLE, 4096, 100, name_of(UUIDS[0])
+    )
+    library.whole = 4196 - 1
+    with pytest.raises(DeviceError, match="^the weights lie in more than one allocation$"):
+        memory.lend(8192, 100, "the weights")
+    library.capable = 0
+    with pytest.raises(DeviceError, match="^the weights are in memory that CUDA shares with no"):
+        memory.lend(8192, 100, "the weights")
+
+
 def test_a_pool_is_opened_with_its_handle_by_value_and_closed_by_its_allocation():
     library = Library()
     memory = CudaMemory(0, library)

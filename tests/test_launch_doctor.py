@@ -17,6 +17,10 @@ def test_a_machine_without_a_gpu_computes_everything_in_torch(capsys):
         assert any(op in line and "torch: plain torch" in line for line in lines), op
     assert any("not flash_mla: it computes on a CUDA device, not on cpu" in line for line in lines)
     assert "pages    within this host over shm, to others over tcp" in lines
+    assert (
+        "weights  each worker loads its own; --share-weights: one copy in memory of the"
+        in (lines[-2])
+    )
     assert lines[-1] == "all is well"
 
 

@@ -48,6 +48,7 @@ mtp = false
 device = "cuda:1"
 precision = "fp8"
 latents = "fp8"
+share_weights = true
 [prefill]
 workers = 2
 pages = 64
@@ -180,7 +181,10 @@ def started(topology: Topology) -> dict[str, argparse.Namespace]:
 
 def test_a_process_is_told_what_the_file_says(tmp_path):
     told = started(read(tmp_path, EVERYTHING.replace("mtp = false", "mtp = true")))
+    holder = told.pop("weights")
     assert {(a.arithmetic, a.page_size) for a in told.values()} == {("exact", 16)}
+    assert (holder.role, holder.precision, holder.device) == ("weights", "fp8", "cuda:1")
+    assert holder.weights_socket == told["decode-3"].weights_socket == Path("run/weights.sock")
     prefill, decode = told["prefill-0"], told["decode-3"]
     assert (prefill.chunk_tokens, prefill.max_queue, prefill.metrics_port) == (128, 9, 9200)
     assert (decode.draft_tokens, decode.growth_tokens, decode.park_mb) == ("auto", 256, 64)

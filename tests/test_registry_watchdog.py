@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pdmesh.registry.watchdog import EXIT_STUCK, Watchdog, watched
+from pdmesh.registry.watchdog import EXIT_STUCK, Watchdog, watched, while_there
 from pdmesh.wire.errors import InternalError
 
 
@@ -101,3 +101,43 @@ asyncio.run(watched(loop, dog, partial(end_process, 0.2), 0.01))
     )
     assert done.returncode == EXIT_STUCK, done.stderr
     assert "InternalError" in done.stderr
+
+
+async def test_a_loop_that_has_lost_what_it_needs_is_left_at_once():
+    lost, given_up = asyncio.Event(), []
+
+    async def loop():
+        await asyncio.Event().wait()
+
+    def needed():
+        return while_there(loop, lost.wait, "the weights' holder", lambda: given_up.append(1))
+
+    running = asyncio.ensure_future(needed())
+    await asyncio.wait({running}, timeout=0.01)
+    assert not running.done()
+    lost.set()
+    with pytest.raises(InternalError, match="the weights' holder has ended; the worker leaves"):
+        await running
+    assert given_up == [1]
+    with pytest.raises(InternalError, match="has ended"):
+        await needed()
+
+
+async def test_a_loop_that_loses_nothing_ends_as_it_did_before():
+    async def fails():
+        raise ValueError("its own")
+
+    async def ends():
+        return None
+
+    async def never():
+        await asyncio.Event().wait()
+
+    with pytest.raises(ValueError, match="its own"):
+        await while_there(fails, never, "it", pytest.fail)
+    await while_there(ends, never, "it", pytest.fail)
+    stopped = asyncio.ensure_future(while_there(never, never, "it", pytest.fail))
+    await asyncio.sleep(0)
+    stopped.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopped

@@ -31,6 +31,7 @@ class WorkerConfig:
     tried out;
     ``pull_s`` how long a prompt or a reservation may wait for cached pages of other workers, 0 for
     not at all; ``replica_hints`` whether it is asked which cached pages other workers have too;
+    ``weights_from`` is the socket of a process that holds the weights, None: it loads its own;
     ``drain_s`` how long a worker that is told to end may take to finish what it has.
     """
 
@@ -68,6 +69,7 @@ class WorkerConfig:
     rebalance: bool = True
     microbatch_rows: int = 64
     virtual_ranks: int = 1
+    weights_from: Path | None = None
 
     @property
     def tokenizer(self) -> Path:

@@ -117,6 +117,7 @@ class MemoryPlan:
         weights, steps: what weights and steps need.
         pages: number of pages that are allocated.
         page: bytes of one.
+        shared: bytes of weights that another process holds for all on the device, beside `budget`.
     """
 
     budget: int
@@ -124,13 +125,17 @@ class MemoryPlan:
     steps: int
     pages: int
     page: int
+    shared: int = 0
 
     def describe(self) -> str:
         """One line for the log."""
         kept = self.pages * self.page
         needed = self.weights + self.steps + kept
+        weights = f"weights {self.weights / GB:.1f}"
+        if self.shared:
+            weights = f"weights shared (one copy of {self.shared / GB:.1f} GB besides)"
         return (
-            f"{needed / GB:.1f} of {self.budget / GB:.1f} GB: weights {self.weights / GB:.1f}, "
+            f"{needed / GB:.1f} of {self.budget / GB:.1f} GB: {weights}, "
             f"steps {self.steps / GB:.1f}, {self.pages} pages {kept / GB:.1f}"
         )
 
@@ -144,6 +149,7 @@ def plan_memory(
     page: int,
     pages: int,
     most_pages: int,
+    shared: int = 0,
 ) -> MemoryPlan:
     """How many pages a worker gets.
 
@@ -155,23 +161,26 @@ def plan_memory(
         page: bytes of a page.
         pages: pages that were asked for; 0: as many as there is room for.
         most_pages: no more than these are of use.
+        shared: bytes of weights that another process holds for all that are on the device: what
+            they leave of `total` is shared, and they are not in `free`.
 
     Raises:
         ConfigError: it does not fit.
     """
-    budget = min(int(total * share * (1 - KEPT)), free)
+    budget = max(0, min(int(total * share * (1 - KEPT)) - int(shared * share), free))
     room = budget - weights - steps
     fitting = room // page
     wanted = pages or min(fitting, most_pages)
     if fitting < max(2, wanted):
         needed = f"{max(2, wanted)} pages of {page / 1e6:.1f} MB"
+        taken = f" beside {shared / GB:.1f} GB of shared weights" if shared else ""
         raise ConfigError(
-            f"the model does not fit: weights need {weights / GB:.1f} GB, steps {steps / GB:.1f} "
-            f"GB and {needed}, and this worker may use {budget / GB:.1f} GB of the device's "
-            f"{total / GB:.1f}, of which {free / GB:.1f} are free; use fewer workers on a device, "
-            "fewer pages, a smaller batch, or more devices"
+            f"the model does not fit{taken}: weights need {weights / GB:.1f} GB, steps "
+            f"{steps / GB:.1f} GB and {needed}, and this worker may use {budget / GB:.1f} GB of "
+            f"the device's {total / GB:.1f}, of which {free / GB:.1f} are free; use fewer workers "
+            "on a device, fewer pages, a smaller batch, or more devices"
         )
-    return MemoryPlan(budget, weights, steps, wanted, page)
+    return MemoryPlan(budget, weights, steps, wanted, page, shared)
 
 
 def check_all_fit(plans: Sequence[tuple[int, MemoryPlan]], free: int) -> None:
@@ -186,9 +195,12 @@ def check_all_fit(plans: Sequence[tuple[int, MemoryPlan]], free: int) -> None:
     """
     workers = sum(count for count, _ in plans)
     needed = sum(count * (plan.weights + plan.steps + 2 * plan.page) for count, plan in plans)
+    shared = max((plan.shared for _, plan in plans), default=0)
+    needed += shared
     if needed > free:
+        what = "one copy of the weights, and steps" if shared else "weights, steps"
         raise ConfigError(
-            f"{workers} workers need {needed / GB:.1f} GB for weights, steps and two pages each, "
+            f"{workers} workers need {needed / GB:.1f} GB for {what} and two pages each, "
             f"and {free / GB:.1f} GB of the device are free; use fewer workers, a smaller batch, "
             "or end what takes the rest"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -14,16 +13,10 @@ from pdmesh.kernels.backends import Backends, Shapes, choose_backends
 from pdmesh.kernels.quantised import LATENT_BYTES
 from pdmesh.model.batch import Batch, Form
 from pdmesh.model.config import ModelConfig
-from pdmesh.model.device.building import build_weights
 from pdmesh.model.device.graphs import Capture, StepGraphs, Steps, cuda_capture
 from pdmesh.model.device.layers import Layers, head_logits
+from pdmesh.model.device.loading import load_weights
 from pdmesh.model.device.padding import PaddedStep, fits, graph_sizes, padded
-from pdmesh.model.device.sources import (
-    CheckpointSource,
-    RandomSource,
-    WeightSource,
-    num_tensors,
-)
 from pdmesh.model.device.step import DeviceStep, plan_step
 from pdmesh.model.device.weights import LayerWeights, ModelWeights, MtpWeights
 from pdmesh.model.random_weights import served_config
@@ -79,15 +72,16 @@ class DeviceModel:
         """
         path, device = Path(path), torch.device(device)
         config = served_config(path, random)
-        with ExitStack() as stack:
-            source: WeightSource
-            if random is None:
-                source = CheckpointSource(stack, path, config, device, mtp, progress)
-            else:
-                source = RandomSource(device, random.seed, progress, num_tensors(config, mtp))
-            weights = build_weights(config, source, device, mtp, held=held)
-        ops = choose_backends(device, shapes_of(config, page_size, latent_bytes))
-        return DeviceModel(config, weights, ops)
+        weights = load_weights(path, config, device, mtp, progress, held, random)
+        return DeviceModel.of(config, weights, page_size, latent_bytes)
+
+    @staticmethod
+    def of(
+        config: ModelConfig, weights: ModelWeights, page_size: int = 64, latent_bytes: int = 2
+    ) -> DeviceModel:
+        """A model of weights that are there; the arguments are those of `load`."""
+        shapes = shapes_of(config, page_size, latent_bytes)
+        return DeviceModel(config, weights, choose_backends(weights.embedding.device, shapes))
 
     @property
     def device(self) -> torch.device:

@@ -17,9 +17,16 @@ from pdmesh.model.bindings import Binding, bindings
 from pdmesh.model.config import ModelConfig
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.random_weights import RandomTensors
-from pdmesh.model.weight_files import FP8, SCALE, open_checked
+from pdmesh.model.weight_files import FP8, SCALE, Entry, open_checked
 from pdmesh.model.weights import Progress
 from pdmesh.wire.errors import ConfigError
+
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    FP8: torch.float8_e4m3fn,
+}
 
 
 class WeightSource(Protocol):
@@ -97,6 +104,42 @@ class CheckpointSource:
         self._read += 1
         if self._progress is not None:
             self._progress(name, self._read, self._total)
+
+
+class ShapeSource:
+    """Tensors without numbers, on the device "meta".
+
+    Args:
+        path: of a checkpoint, whose dtypes they have; None: those of random weights.
+
+    Raises:
+        ConfigError: as `load_model`.
+    """
+
+    def __init__(self, path: Path | None, config: ModelConfig, mtp: bool = True) -> None:
+        self._present: Mapping[str, Entry] = {}
+        if path is not None:
+            with torch.device("meta"):
+                model = DeepseekV3(config, mtp)
+            wanted = {b.name: b for b in bindings(model)}
+            with ExitStack() as stack:
+                _, self._present = open_checked(stack, path, wanted, config, mtp)
+
+    def plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See `WeightSource`."""
+        entry = self._present.get(name)
+        dtype = torch.bfloat16 if entry is None else _DTYPES[entry.dtype]
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> BlockWeight:
+        """See `WeightSource`."""
+        blocks = (-(-shape[0] // 128), -(-shape[1] // 128))
+        values = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
+        return BlockWeight(values, torch.empty(blocks, dtype=torch.float32, device="meta"))
+
+    def has(self, name: str) -> bool:
+        """See `WeightSource`; what repeats another tensor is not kept."""
+        return False
 
 
 def num_tensors(config: ModelConfig, mtp: bool) -> int:
