@@ -17,7 +17,8 @@ from pdmesh.decode.metrics import DecodeMetrics
 from pdmesh.model import rows_check
 from pdmesh.prefill.facts import PrefillStepFacts
 from pdmesh.prefill.metrics import PrefillMetrics
-from pdmesh.registry.metrics import metrics_endpoint, on_loop
+from pdmesh.registry.metrics import WorkerMetrics, metrics_endpoint, on_loop
+from pdmesh.registry.transfer_metrics import TransferMetrics
 from pdmesh.router.metrics import Metrics
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import PageFormat
@@ -221,7 +222,10 @@ async def test_a_taken_port_is_one_sentence_and_port_0_is_no_endpoint():
 def test_every_metric_stands_in_the_documentation(make):
     text = DOCS.read_text()
     names = []
-    for family in make().registry.collect():
+    metrics = make()
+    if isinstance(metrics, WorkerMetrics):
+        TransferMetrics(metrics)
+    for family in metrics.registry.collect():
         names.append(family.name + "_total" * (family.type == "counter"))
     assert [name for name in names if f"`{name}" not in text] == []
 
