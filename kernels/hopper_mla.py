@@ -81,9 +81,9 @@ def build(between: bool = False) -> Path:
     return path
 
 
-@cache
-def _entry(between: bool) -> ctypes._NamedFuncPointer:
-    function = ctypes.CDLL(str(build(between))).pdmesh_mla_decode_fp8
+def declared(library: ctypes.CDLL) -> ctypes._NamedFuncPointer:
+    """The launching function of a compiled kernel, with its types."""
+    function = library.pdmesh_mla_decode_fp8
     pointer, whole = ctypes.c_void_p, ctypes.c_int
     function.argtypes = [
         *(pointer,) * 5,
@@ -99,6 +99,11 @@ def _entry(between: bool) -> ctypes._NamedFuncPointer:
     ]
     function.restype = whole
     return function
+
+
+@cache
+def _entry(between: bool) -> ctypes._NamedFuncPointer:
+    return declared(ctypes.CDLL(str(build(between))))
 
 
 @cache

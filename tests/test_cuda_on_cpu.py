@@ -5,10 +5,16 @@ import pytest
 import torch
 from cuda_on_cpu import late
 
-from pdmesh.kernels import cuda_absorbed, cuda_gate, cuda_gemm, routing
+from pdmesh.kernels import cuda_absorbed, cuda_gate, cuda_gemm, hopper_mla, mla_reference, routing
 from pdmesh.kernels.gate import GateRule, choose_experts
 from pdmesh.kernels.gemm_config import ClusterTile
-from pdmesh.kernels.quantised import BlockWeight, Rows, dequantise_rows, new_scales
+from pdmesh.kernels.quantised import (
+    BlockWeight,
+    Rows,
+    dequantise_rows,
+    new_scales,
+    pack_latents,
+)
 
 on_cpu = cuda_on_cpu.on_cpu
 
@@ -150,3 +156,24 @@ def test_the_gate_chooses_and_counts_as_its_definition(on_cpu, m, hidden, used):
     torch.testing.assert_close(got.weights, weights, rtol=1e-5, atol=1e-6, equal_nan=True)
     for mine, theirs in zip(got[2:], routing.place_choices(ids, 256), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_attention_over_fp8_latents_is_that_of_float64(on_cpu, monkeypatch, between):
+    """Sequences of no, one, and up to seven pages, whose scores grow; two rows of 33 heads."""
+    lengths, rows, heads = torch.tensor([0, 40, 130, 448], dtype=torch.int32), 2, 33
+    draw = torch.Generator().manual_seed(3)
+    pages = torch.full((14, 64, 656), 0xFF, dtype=torch.uint8)
+    table = torch.full((4, 8), 1 << 20, dtype=torch.int32)
+    order = torch.randperm(14, generator=draw).tolist()
+    for i, length in enumerate(lengths.tolist()):
+        for j in range(-(-length // 64)):
+            table[i, j], count = order.pop(), min(64, length - j * 64)
+            latents = torch.randn(count, 576, generator=draw) * (j + 1)
+            pages[table[i, j], :count] = pack_latents(latents.bfloat16())
+    query = torch.randn(4 * rows, heads, 576, generator=draw).bfloat16()
+    monkeypatch.setattr(hopper_mla, "_entry", cuda_on_cpu.entry_of_attention)
+    got = hopper_mla.mla_decode(query, pages, table, lengths, rows, 0.02, between=between)
+    exact = mla_reference.mla_decode(query, pages, table, lengths, rows, 0.02)
+    assert not got[:rows].any()
+    assert error(got, exact) < 6e-2

@@ -130,12 +130,12 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
             barrier_init(rope_full + 8 * i, 1);
             barrier_init(rope_empty + 8 * i, 4);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barriers_ready();
     }
     __syncthreads();
 
     if (group == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        give_registers<24>();
         const int* table = a.page_table + static_cast<long>(sequence) * a.table_stride + begin / PAGE;
         if (warp == 0 && lane == 0) {
             for (int p = 0; p < pages; ++p) {
@@ -165,7 +165,7 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
         }
         return;
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    take_registers<240>();
 
     float* row_max = reinterpret_cast<float*>(shared + AT_SMALL);
     float* row_alpha = row_max + 2 * PAIRS;

@@ -32,14 +32,6 @@ constexpr int AT_BARRIERS = AT_CHANGED + 40;
 constexpr int BYTES_IN_ALL = AT_BARRIERS + (3 * STAGES + 8) * 8;
 static_assert(BYTES_IN_ALL <= 232448 && AT_BARRIERS % 8 == 0 && AT_CHANGED % 8 == 0);
 
-template <bool ADD>
-__device__ __forceinline__ void mma_bf16_registers(float (&d)[32], const uint32_t (&a)[4], uint32_t b) {
-    asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%36, " DESCRIPTOR_HIGH
-                 "};\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " REGS32
-                 ", {%32, %33, %34, %35}, b, %37, 1, 1, 0;\n}"
-                 : ACC32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(ADD));
-}
-
 template <int N>
 struct Ring {
     int at = 0, phase = 0;
@@ -226,11 +218,11 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
             barrier_init(bar.weights + 8 * i, 4);
             barrier_init(bar.taken + 8 * i, 8);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barriers_ready();
     }
     __syncthreads();
     if (group == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        give_registers<24>();
         const int* table = a.page_table + static_cast<long>(blockIdx.y) * a.table_stride + begin / PAGE;
         if (warp < 2) {
             if (lane == 0) produce(values, scales, a, base, bar, table, pages, warp);
@@ -238,11 +230,11 @@ decode(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUten
             prepare(shared, bar, pages, length - begin, lane);
         }
     } else if (group == 1) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 136;");
+        take_registers<136>();
         meet(1, 384);
         score(shared, base, bar, a, pages, begin, end, length, tile, pairs, first, warp, lane);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 176;");
+        take_registers<176>();
         float* row_scale = reinterpret_cast<float*>(shared + AT_ROW_SCALE);
         load_query(a, shared + AT_Q, row_scale, tid - 256, first, pairs - tile);
         proxy_fence();

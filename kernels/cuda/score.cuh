@@ -9,9 +9,7 @@ __device__ __forceinline__ void score(char* shared, uint32_t base, const Barrier
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         const int row = 16 * warp + lane % 16;
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(rotated[k][0]), "=r"(rotated[k][1]), "=r"(rotated[k][2]), "=r"(rotated[k][3])
-                     : "r"(base + AT_P + row * 128 + (((2 * k + lane / 16) ^ (row & 7)) << 4)) : "memory");
+        load_matrices(rotated[k], base + AT_P + row * 128 + (((2 * k + lane / 16) ^ (row & 7)) << 4));
     }
     __syncwarp();
     const float* row_scale = reinterpret_cast<const float*>(shared + AT_ROW_SCALE);

@@ -9,9 +9,7 @@ __device__ __forceinline__ void score(char* shared, uint32_t base, const Barrier
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         const int row = 16 * warp + lane % 16;
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(rotated[k][0]), "=r"(rotated[k][1]), "=r"(rotated[k][2]), "=r"(rotated[k][3])
-                     : "r"(base + AT_P + row * 128 + (((2 * k + lane / 16) ^ (row & 7)) << 4)) : "memory");
+        load_matrices(rotated[k], base + AT_P + row * 128 + (((2 * k + lane / 16) ^ (row & 7)) << 4));
     }
     __syncwarp();
     const float* row_scale = reinterpret_cast<const float*>(shared + AT_ROW_SCALE);
@@ -87,7 +85,8 @@ __device__ __forceinline__ void score(char* shared, uint32_t base, const Barrier
             float& odd = top[2 + i % 2];
             even = fmaxf(even, fmaxf(x[4 * i], x[4 * i + 1]));
             odd = fmaxf(odd, fmaxf(x[4 * i + 2], x[4 * i + 3]));
-            asm volatile("" : "+f"(even), "+f"(odd));
+            hold(even);
+            hold(odd);
         }
         float high[2] = {fmaxf(top[0], top[1]), fmaxf(top[2], top[3])};
 #pragma unroll
@@ -130,7 +129,7 @@ __device__ __forceinline__ void score(char* shared, uint32_t base, const Barrier
                     float& y = x[8 * j + 4 * i + e];
                     y = exp2_fast(fmaf(y, factor[e / 2], from[e / 2]));
                     total[e / 2] += y;
-                    asm volatile("" : "+f"(y));
+                    hold(y);
                 }
             }
 #pragma unroll
@@ -140,7 +139,7 @@ __device__ __forceinline__ void score(char* shared, uint32_t base, const Barrier
                 const __half2 high_half = __floats2half2_rn(x[8 * j + 4 + 2 * i], x[8 * j + 5 + 2 * i]);
                 char* to = shared + AT_P + row * 128 + (((4 * half + j) ^ (row & 7)) << 4);
                 const uint32_t word = pack_fp8(__hmul2(low, w0), __hmul2(high_half, w1));
-                asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared_address(to) + 4 * q4), "r"(word) : "memory");
+                store_word(shared_address(to) + 4 * q4, word);
             }
         }
         mma_commit();

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -21,7 +22,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pdmesh.kernels import cuda_absorbed, cuda_build, cuda_gate, cuda_gemm
+from pdmesh.kernels import cuda_absorbed, cuda_build, cuda_gate, cuda_gemm, hopper_mla
 
 HERE = Path(__file__).parent
 
@@ -55,11 +56,42 @@ void multiply_waiting(const cpu::Product& p) {{ multiply_now<{columns}, {narrow}
 """
 
 
+def attention(between: bool) -> str:
+    """The translation unit of attention over FP8 latents with one scale a token."""
+    folder = cuda_build.SOURCES
+    parts = ["hopper.cuh", "one_scale.cuh", "mla_decode_fp8.cu"]
+    hopper, kernel, entry = ((folder / name).read_text() for name in parts)
+    score = (folder / ("score_between.cuh" if between else "score.cuh")).read_text()
+    kernel = re.sub(r"#if BETWEEN.*?#endif", lambda _: score, kernel, flags=re.DOTALL)
+    signature = re.search(r'extern "C" int pdmesh_mla_decode_fp8\(.*?\) \{', entry, re.DOTALL)
+    filled = re.search(r"    CUtensorMap values, scales;.*?const dim3 grid[^;]*;", entry, re.DOTALL)
+    assert signature is not None
+    assert filled is not None
+    text = f"""#define SHARED_BASE 1024
+#include "{HERE}/device.cuh"
+#include "{HERE}/latent_device.cuh"
+{hopper}
+{kernel}
+{signature[0]}
+    const Encode encode = &encode_here;
+{filled[0]}
+    cpu::run(grid, dim3(512), 1, one::BYTES_IN_ALL, [=] {{ one::decode(values, scales, a); }});
+    return 0;
+}}
+"""
+    return re.sub(r'#include "[a-z_]+\.cuh"|#pragma once', "", text)
+
+
 @functools.cache
 def library(text: str) -> ctypes.CDLL:
     """The library of a translation unit that has `device`'s instructions."""
-    text = text.replace("extern __shared__ uint8_t raw[];", "uint8_t* const raw = shared_memory();")
-    beneath = "".join((HERE / name).read_text() for name in ("device.cuh", "machine.hpp"))
+    for kind in ("uint8_t raw", "__align__(1024) char shared"):
+        own = kind.removeprefix("__align__(1024) ").split()
+        cast = f"{own[0]}* const {own[1]} = reinterpret_cast<{own[0]}*>(shared_memory());"
+        text = text.replace(f"extern __shared__ {kind}[];", cast)
+    beneath = "".join(
+        (HERE / name).read_text() for name in ("device.cuh", "latent_device.cuh", "machine.hpp")
+    )
     mark = hashlib.sha256((text + beneath).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"pdmesh_on_cpu_{os.getuid()}_{mark}"
     folder.mkdir(exist_ok=True)
@@ -74,6 +106,11 @@ def library(text: str) -> ctypes.CDLL:
         assert done.returncode == 0, done.stderr[:4000]
         fresh.replace(made)
     return ctypes.CDLL(str(made))
+
+
+def entry_of_attention(between: bool) -> ctypes._NamedFuncPointer:
+    """Instead of `hopper_mla._entry`."""
+    return hopper_mla.declared(library(attention(between)))
 
 
 @pytest.fixture

@@ -21,7 +21,10 @@
 namespace cpu {
 
 constexpr size_t STACK = 96 << 10;
-constexpr uint32_t BASE = 16;  // where dynamic shared memory begins: no multiple of 1024
+#ifndef SHARED_BASE
+#define SHARED_BASE 16  // no multiple of 1024
+#endif
+constexpr uint32_t BASE = SHARED_BASE;  // where dynamic shared memory begins
 
 struct Barrier {
   int expected = 0, pending = 0;
