@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from child_path import python_path
 
 from pdmesh.tools import gpu_suite
 from pdmesh.tools.gpu_host import MARK, Host, last_words, shorten
@@ -230,7 +232,7 @@ def test_a_suite_that_is_told_to_end_ends_its_jobs_and_keeps_what_is_known(tmp_p
         "jobs = [Job(j.name, j.command, j.kind, j.seconds, gpus=0, limit=j.limit) for j in jobs]\n"
         "raise SystemExit(gpu_suite.main(['--out', 'out', '--pack'], jobs))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pythonpath")}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", script],
         cwd=tmp_path,
@@ -315,6 +317,12 @@ WITH_OPTIONS = [j for j in JOBS if j.kind == "timing" and len(j.command) > 3]
 
 
 @pytest.mark.full
+def test_every_line_of_the_table_is_a_command_that_a_shell_takes():
+    for line, job in zip(gpu_suite.table(JOBS).splitlines(), JOBS, strict=True):
+        words = shlex.split(line)
+        assert tuple(words[-len(job.command) :]) == job.command
+
+
 @pytest.mark.parametrize("one", WITH_OPTIONS, ids=lambda one: one.name)
 def test_the_script_of_a_timing_takes_the_words_of_the_table(one):
     words = one.command[3:]
@@ -322,7 +330,7 @@ def test_the_script_of_a_timing_takes_the_words_of_the_table(one):
         words = tuple(word.replace(name, value) for word in words)
     done = subprocess.run(
         [sys.executable, "-P", "-c", TELLS, str(ROOT / one.command[2]), *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT / ".pythonpath")},
+        env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         check=False,
