@@ -120,7 +120,7 @@ class CudaMemory:
         offset = at.value - base.value
         if offset + size > whole.value:
             raise DeviceError("the pages lie in more than one allocation")
-        self.driver("cuIpcGetMemHandle", byref(handle), at)
+        self.driver("cuIpcGetMemHandle", byref(handle), base)
         return ExportedPool(bytes(handle), offset, size, self.uuid)
 
     def open(self, pool: ExportedPool) -> int:
