@@ -15,7 +15,7 @@ from child_path import python_path
 
 from pdmesh.tools import gpu_suite
 from pdmesh.tools.gpu_host import MARK, Host, last_words, shorten
-from pdmesh.tools.gpu_jobs import JOBS, Job
+from pdmesh.tools.gpu_jobs import JOBS, MESH, Job
 from pdmesh.tools.gpu_suite import Suite
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -321,6 +321,40 @@ def test_every_line_of_the_table_is_a_command_that_a_shell_takes():
     for line, job in zip(gpu_suite.table(JOBS).splitlines(), JOBS, strict=True):
         words = shlex.split(line)
         assert tuple(words[-len(job.command) :]) == job.command
+
+
+IMPORTS = """
+import importlib.util, sys
+import pytest
+sys.modules |= dict.fromkeys(sys.argv[1].split(","))
+for number, path in enumerate(sys.argv[2:]):
+    spec = importlib.util.spec_from_file_location(f"file_{number}", path)
+    try:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except pytest.skip.Exception:
+        pass
+    except ImportError as error:
+        print(path, error)
+"""
+
+
+def test_checks_that_name_no_package_of_a_mesh_import_none():
+    paths = dict.fromkeys(
+        str(ROOT / word)
+        for job in JOBS
+        if job.kind == "check" and not set(MESH) & set(job.needs)
+        for word in job.command
+        if word.startswith("tests/")
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", IMPORTS, ",".join(MESH), *paths],
+        env={**os.environ, "PYTHONPATH": python_path("tests")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert len(paths) > 5
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize("one", WITH_OPTIONS, ids=lambda one: one.name)
