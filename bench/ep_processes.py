@@ -120,7 +120,8 @@ class Member:
         graphs = []
         for work in (dispatch, combine):
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # Threads of NCCL and NVSHMEM go on using the device meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 work()
             graphs.append(graph)
         self.meet()

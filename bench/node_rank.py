@@ -245,7 +245,9 @@ class Rank:
     def _exchange(self, tokens: Sequence[int]) -> None:
         """Dispatch and combine by themselves, beside NCCL's all-to-all of one row a choice."""
         for count in tokens:
-            here = Member(self.asked.rank, self.asked.ranks, count, self.world.heap, False)
+            here = Member(
+                self.asked.rank, self.asked.ranks, count, self.world.heap, False, "masked"
+            )
             dispatch, combine = here.times()
             both = self.world.slowest(dispatch, combine, here.nccl(self.world.nccl))
             sent, steps = here.end.sent, int(here.end.lanes[0].step)

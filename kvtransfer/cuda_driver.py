@@ -122,7 +122,7 @@ class CudaMemory:
         offset = at.value - base.value
         if offset + size > whole.value:
             raise DeviceError(f"{what} lie in more than one allocation")
-        self.driver("cuIpcGetMemHandle", byref(handle), at)
+        self.driver("cuIpcGetMemHandle", byref(handle), base)
         return ExportedPool(bytes(handle), offset, size, self.uuid)
 
     def open(self, pool: ExportedPool) -> int:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 
 import meshes
+from child_path import python_path
 
 from pdmesh.launch.registry import check
 from pdmesh.registry.roster import Member
@@ -25,7 +26,7 @@ def environment(mesh) -> dict[str, str]:
     return {
         **os.environ,
         "XDG_RUNTIME_DIR": str(mesh.state_dir.parent.parent),
-        "PYTHONPATH": str(meshes.ROOT / ".pythonpath"),
+        "PYTHONPATH": python_path(),
     }
 
 

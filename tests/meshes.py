@@ -18,6 +18,7 @@ from pathlib import Path
 
 import grpc
 import redis
+from child_path import python_path
 from prometheus_client.parser import text_string_to_metric_families
 from redis.exceptions import RedisError
 
@@ -188,9 +189,7 @@ def running_mesh(
         environment = {
             **os.environ,
             "XDG_RUNTIME_DIR": folder,
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [str(ROOT / ".pythonpath"), os.environ.get("PYTHONPATH")])
-            ),
+            "PYTHONPATH": python_path(),
             **(variables or {}),
         }
         command = [sys.executable, "-P", *program, "up", *arguments]

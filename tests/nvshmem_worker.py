@@ -22,7 +22,7 @@ from pdmesh.kvtransfer.nvshmem import NvshmemDialer, NvshmemJob, NvshmemListener
 from pdmesh.kvtransfer.receiver import TransferReceiver
 from pdmesh.kvtransfer.sender import TransferSender
 from pdmesh.kvtransfer.tcp import TcpDialer, TcpListener
-from pdmesh.model.served import load_served_model
+from pdmesh.model.served import Placing, load_served_model
 from pdmesh.prefill.runner import PrefillRunner
 from pdmesh.prefill.scheduler import PrefillScheduler
 from pdmesh.prefill.work import PrefillLimits
@@ -72,7 +72,7 @@ def main() -> None:
     rank, size, job_id, ready = sys.argv[1:5]
     job = NvshmemJob(bytes.fromhex(job_id), int(rank), int(size), torch.device("cuda:0"))
     model, fmt = load_served_model(
-        MODEL, "tiny", dtype="float32", device="cuda:0", mtp=True, page_size=64,
+        MODEL, "tiny", dtype="float32", placing=Placing("cuda:0", "plain"), mtp=True, page_size=64,
         arithmetic="fast", progress=lambda *_: None,
     )  # fmt: skip
     store = job.store(PAGES, fmt.num_layers, fmt.page_size, fmt.latent_width, model.dtype)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from child_path import python_path
 from test_kvtransfer_nvshmem import hand_off
 
 from pdmesh.kvcache.store import LatentStore
@@ -36,10 +37,9 @@ class Process:
     """A peer; ``tell`` starts a command, ``answer`` reads what came of it."""
 
     def __init__(self, device, **environment):
-        paths = f"{ROOT / '.pythonpath'}{os.pathsep}{ROOT / 'tests'}"
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(ROOT / "tests" / "cuda_ipc_peer.py"), device],
-            env={**os.environ, **environment, "PYTHONPATH": paths},
+            env={**os.environ, **environment, "PYTHONPATH": python_path("tests")},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -173,7 +173,7 @@ def test_memory_of_expandable_segments_is_not_offered():
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     run = subprocess.run(
         [sys.executable, "-P", "-c", code],
-        env={**os.environ, **environment, "PYTHONPATH": str(ROOT / ".pythonpath")},
+        env={**os.environ, **environment, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from child_path import python_path
 from exact_experts import ExactExperts
 from symmetric_rig import Group, inputs, scattered
 
@@ -26,9 +27,7 @@ class Process:
     def __init__(self, rank, size, job_id, meeting):
         environment = {
             **os.environ,
-            "PYTHONPATH": ":".join(
-                (str(ROOT / ".pythonpath"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", ""))
-            ),
+            "PYTHONPATH": python_path("tests"),
             "NVSHMEM_DISABLE_NVLS": "1",
             "NVSHMEM_SYMMETRIC_SIZE": str(4 << 30),
         }

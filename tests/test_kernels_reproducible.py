@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 
-import meshes
 import pytest
+from child_path import python_path
 
 from pdmesh.kernels.reproducible import ask_for_strict_mode, strict_mode
 
@@ -44,7 +44,7 @@ def test_what_the_user_has_set_stays_and_a_system_without_cpuinfo_gets_nothing(t
 def test_every_process_that_computes_asks_before_its_first_product():
     code = "import os, pdmesh.model.deepseek; print(os.environ.get('MKL_CBWR'))"
     clean = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
-    environment = clean | {"PYTHONPATH": str(meshes.ROOT / ".pythonpath")}
+    environment = clean | {"PYTHONPATH": python_path()}
     told = subprocess.run(
         [sys.executable, "-P", "-c", code],
         env=environment,

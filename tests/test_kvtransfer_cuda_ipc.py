@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from child_path import python_path
 from cuda_ipc_rig import CudaIpcRig, FakeDevice, Ready, cuda_ipc_rig, device_store
 from kvtransfer_rig import FORMAT, PATIENCE, fin_of
 from test_kvtransfer_shm import wait_phase
@@ -311,12 +312,11 @@ sys.stdin.read()
 @contextmanager
 def child_sender(rig, what):
     """A process that has pushed a layer of its first page, and then copies on, or has failed."""
-    paths = f"{ROOT / '.pythonpath'}{os.pathsep}{ROOT / 'tests'}"
     child = subprocess.Popen(
         [sys.executable, "-P", "-c", CHILD, encode(rig.lease(pages=(4, 5))).hex(), what],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": python_path("tests")},
     )
     assert child.stdin is not None
     assert child.stdout is not None
@@ -382,12 +382,11 @@ sys.stdin.read()
 
 @contextmanager
 def child_receiver():
-    paths = f"{ROOT / '.pythonpath'}{os.pathsep}{ROOT / 'tests'}"
     child = subprocess.Popen(
         [sys.executable, "-P", "-c", RECEIVER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": python_path("tests")},
     )
     assert child.stdin is not None
     assert child.stdout is not None

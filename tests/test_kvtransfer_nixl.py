@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from child_path import python_path
 from kvtransfer_rig import FORMAT, PATIENCE, Rig, fin_of
 
 from pdmesh.kvtransfer import choice, nixl
@@ -99,12 +100,11 @@ sys.stdin.read()
 os._exit(0)
 """
     with nixl_rig() as rig:
-        paths = f"{ROOT / '.pythonpath'}{os.pathsep}{ROOT / 'tests'}"
         child = subprocess.Popen(
             [sys.executable, "-P", "-c", script, encode(rig.lease(pages=(4, 5))).hex()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": paths},
+            env={**os.environ, "PYTHONPATH": python_path("tests")},
         )
         assert child.stdin is not None
         assert child.stdout is not None

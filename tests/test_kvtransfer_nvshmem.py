@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from child_path import python_path
 
 from pdmesh.kvtransfer import nvshmem
 
@@ -28,7 +29,7 @@ class Process:
     def __init__(self, rank, size, job_id):
         environment = {
             **os.environ,
-            "PYTHONPATH": f"{ROOT / '.pythonpath'}:{os.environ.get('PYTHONPATH', '')}",
+            "PYTHONPATH": python_path("tests"),
             "NVSHMEM_DISABLE_NVLS": "1",
             "NVSHMEM_SYMMETRIC_SIZE": os.environ.get("NVSHMEM_SYMMETRIC_SIZE", "268435456"),
         }

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from child_path import python_path
 from kvtransfer_rig import FORMAT, PATIENCE, Rig, fin_of, wide_format
 
 from pdmesh.kvcache.store import LatentStore
@@ -162,12 +163,11 @@ sys.stdin.read()
 @contextmanager
 def child_sender(rig: Rig):
     """A process that has pushed one layer of the first page and then waits."""
-    paths = f"{ROOT / '.pythonpath'}{os.pathsep}{ROOT / 'tests'}"
     child = subprocess.Popen(
         [sys.executable, "-P", "-c", CHILD, encode(rig.lease(pages=(4, 5))).hex()],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": python_path("tests")},
     )
     assert child.stdin is not None
     assert child.stdout is not None
@@ -233,12 +233,11 @@ receiver.expect("a", 1, (1, 2), 0, 2)
 print(receiver.addresses[0][1], flush=True)
 sys.stdin.read()
 """
-    paths = f"{ROOT / '.pythonpath'}{os.pathsep}{ROOT / 'tests'}"
     child = subprocess.Popen(
         [sys.executable, "-P", "-c", script],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": python_path("tests")},
     )
     assert child.stdin is not None
     assert child.stdout is not None

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from child_path import python_path
 from kvtransfer_rig import FORMAT, PATIENCE, Proxy, Rig, fin_of, wide_format
 
 from pdmesh.kvtransfer import frames
@@ -178,12 +179,11 @@ sys.stdin.read()
 """
     with tcp_rig() as rig:
         lease = rig.lease(pages=(4, 5))
-        paths = f"{ROOT / '.pythonpath'}{os.pathsep}{ROOT / 'tests'}"
         child = subprocess.Popen(
             [sys.executable, "-P", "-c", script, encode(lease).hex()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": python_path("tests"), "OMP_NUM_THREADS": "1"},
         )
         with child:
             assert child.stdout is not None

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from child_path import python_path
 
 from pdmesh.launch.ports import DEFAULT_PORT, claim_port, claim_ports
 from pdmesh.launch.processes import Child, Spec
@@ -67,7 +68,7 @@ class Meshes:
         self.environment = {
             **os.environ,
             "XDG_RUNTIME_DIR": str(folder),
-            "PYTHONPATH": str(ROOT / ".pythonpath"),
+            "PYTHONPATH": python_path(),
         }
 
     def run(

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from child_path import python_path
 
 from pdmesh.launch.verify.cases import MAX_MOVES, Room, cases
 from pdmesh.launch.verify.checks import FAULTS, stand_still
@@ -263,7 +264,7 @@ def test_in_a_suite_of_somebody_else_a_mesh_that_does_not_run_is_a_sentence(tmp_
         [*command, "--rootdir", str(tmp_path), "--pdmesh-verify", "nowhere", str(tmp_path)],
         env={
             **os.environ,
-            "PYTHONPATH": str(Path(__file__).resolve().parent.parent / ".pythonpath"),
+            "PYTHONPATH": python_path(),
             "XDG_RUNTIME_DIR": str(tmp_path),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         },

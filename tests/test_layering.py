@@ -2,11 +2,13 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from child_path import python_path
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -115,7 +117,7 @@ def test_torch_is_not_loaded_even_indirectly(package):
         f"import sys\nfor name in {MODULES[package]!r}:\n    __import__(name)\n"
         "print('torch' in sys.modules)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pythonpath")}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run(
         [sys.executable, "-P", "-c", program],
         env=environment,
@@ -124,3 +126,13 @@ def test_torch_is_not_loaded_even_indirectly(package):
         check=False,
     )
     assert done.stdout == "False\n", done.stderr
+
+
+def test_a_process_that_a_test_starts_finds_packages_where_the_test_does():
+    """Where packages are on PYTHONPATH alone, a child with another one would have none."""
+    free = re.compile(r'"PYTHONPATH"(?:: |\] = )(?!python_path\()')
+    found = {p.name for p in (ROOT / "tests").glob("*.py") if free.search(p.read_text())}
+    assert found == {
+        "test_tiny_training.py",  # the standard library alone
+        "test_tools_wheelhouse.py",  # a site of its own
+    }

@@ -17,6 +17,7 @@ import meshes
 import pytest
 import torch
 from checkpoints import random_checkpoint
+from child_path import python_path
 
 from pdmesh.launch.status import collect
 from pdmesh.launch.topology import shipped_model
@@ -205,7 +206,7 @@ STRAYS = {
 def stray_workers(served: Served):
     """Starts the workers of ``STRAYS``; ends them."""
     mesh = served.mesh
-    environment = {**os.environ, "PYTHONPATH": str(meshes.ROOT / ".pythonpath")}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     with ExitStack() as stack:
         for name, (flags, _) in STRAYS.items():
             command = (

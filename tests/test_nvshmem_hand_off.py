@@ -12,6 +12,7 @@ from typing import cast
 
 import msgspec
 import pytest
+from child_path import python_path
 from nvshmem_worker import SECRET
 
 from pdmesh.kvtransfer import nvshmem
@@ -38,7 +39,7 @@ COUNT = 500
 def workers(folder):
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{ROOT / '.pythonpath'}:{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONPATH": python_path("tests"),
         "NVSHMEM_DISABLE_NVLS": "1",
         "NVSHMEM_SYMMETRIC_SIZE": str(1 << 29),
     }

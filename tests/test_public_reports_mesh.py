@@ -13,6 +13,7 @@ from pathlib import Path
 
 import meshes
 import pytest
+from child_path import python_path
 from mesh_matrix import DECODE, KILL, PAUSE, PREFILL, other, staged_mesh
 
 from pdmesh.registry.store import read_members
@@ -184,7 +185,7 @@ async def test_a_worker_of_another_page_format_gets_no_request_and_the_log_says_
         process = await asyncio.create_subprocess_exec(
             *command,
             *OTHERS[what],
-            env={**os.environ, "PYTHONPATH": str(meshes.ROOT / ".pythonpath")},
+            env={**os.environ, "PYTHONPATH": python_path()},
             stdout=sink,
             stderr=sink,
         )

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from child_path import python_path
 
 from pdmesh.registry import embedded
 from pdmesh.registry.embedded import EmbeddedStore
@@ -148,7 +149,7 @@ def test_the_store_dies_with_a_parent_that_is_killed():
         "import time; from pdmesh.registry.embedded import EmbeddedStore; s = EmbeddedStore(); "
         "s.start(); print(s.pid, flush=True); time.sleep(600)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pythonpath")}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     with subprocess.Popen(
         [sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, env=environment
     ) as parent:
@@ -165,7 +166,7 @@ def test_a_guarded_command_dies_with_a_parent_that_is_killed():
         "p = subprocess.Popen(guarded(['sleep', '600'])); "
         "print(p.pid, flush=True); time.sleep(600)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / ".pythonpath")}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     with subprocess.Popen(
         [sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, env=environment
     ) as parent:

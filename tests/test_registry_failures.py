@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from child_path import python_path
 from cluster_rig import cluster, move_slot
 from store_rig import Churn, Crowd, Proxy, record, until
 
@@ -195,7 +196,7 @@ class Process:
 
     def __init__(self, url: str, mesh: str, seed: int) -> None:
         program = [sys.executable, "-P", str(ROOT / "tests" / "registry_worker.py")]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT / '.pythonpath'}:{ROOT / 'tests'}"}
+        environment = {**os.environ, "PYTHONPATH": python_path("tests")}
         self.prompts = Churn(seed).prompts
         self.process = subprocess.Popen(
             [*program, url, mesh, "decode-0", str(seed)], env=environment

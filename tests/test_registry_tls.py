@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from child_path import python_path
 from store_rig import PASSWORD, Crowd, Proxy, record
 
 from pdmesh.registry.client import RegistryView
@@ -223,7 +224,7 @@ async def test_a_command_ends_with_code_2_and_one_sentence_without_the_password(
         *(sys.executable, "-P", "-m", "pdmesh.launch.cli", *command, "--redis", address, *more),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / ".pythonpath")},
+        env={**os.environ, "PYTHONPATH": python_path()},
     )
     out = (await process.communicate())[0].decode()
     assert process.returncode == 2, out

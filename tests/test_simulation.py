@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import simulation_mistakes as mistakes
+from child_path import python_path
 
 from pdmesh.simulation.command import run, seeds_of
 from pdmesh.simulation.model import EOS, Oracle, latents_of, latents_of_one
@@ -48,7 +49,7 @@ def test_every_seed_of_the_whole_set_holds(first):
 def trace_of(seed, hash_seed):
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT / ".pythonpath"),
+        "PYTHONPATH": python_path(),
         "PYTHONHASHSEED": hash_seed,
     }
     command = [sys.executable, "-P", "-m", "pdmesh.launch.cli"]

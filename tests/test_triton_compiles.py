@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from child_path import python_path
 
 pytest.importorskip("triton")
 
@@ -31,7 +32,7 @@ MODULES = sorted(
 def ahead_of_time(*arguments):
     """What `python -m pdmesh.kernels.triton.ahead` says of each entry; by name."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT / ".pythonpath")
+    environment["PYTHONPATH"] = python_path()
     command = [sys.executable, "-P", "-m", "pdmesh.kernels.triton.ahead", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]

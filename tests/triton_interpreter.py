@@ -2,7 +2,8 @@
 
 As it comes, it truncates float32 to bfloat16, loses mantissa carries on the way to FP8, and
 multiplies the bit patterns of bfloat16 in tl.dot (seen with 3.6.0 to 3.9.0). `install` puts torch's
-conversions in their place. It has to be called before a kernel runs.
+conversions in their place. That of 3.6.0 also ends at a loop whose bounds are known to the kernel
+alone, where numpy is 2.4 or later. It has to be called before a kernel runs.
 """
 
 from __future__ import annotations
@@ -56,5 +57,12 @@ def install() -> None:
         product = np.matmul(widened(a), widened(b), dtype=d.data.dtype)
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
+    as_it_is_patched = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor, scope):
+        as_it_is_patched(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = create_dot

@@ -110,7 +110,7 @@ JOBS: tuple[Job, ...] = (
     ),
     check("ipc", "test_cuda_ipc_gpu", 60),
     check("shared-weights", "test_gpu_shared_weights test_launch_sharing", 150, needs=MESH),
-    check("ranks", "test_gpu_ranks", 120, needs=["nvshmem"]),
+    check("ranks", "test_gpu_ranks", 120, needs=MESH),
     check("mesh-ranks", "test_gpu_mesh_ranks", 150, needs=["nvshmem", *MESH]),
     check("random", "test_gpu_random_weights test_random_weights test_machine", 90, needs=MESH),
     check("nvshmem", "test_kvtransfer_nvshmem", 120, needs=["nvshmem"]),

@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -306,12 +307,17 @@ class Suite:
         part.replace(self.archive)
 
 
+def _quoted(word: str) -> str:
+    """As a shell takes it; words in braces stay as they are."""
+    return word if re.fullmatch(r"[\w{}/.]+", word) else shlex.quote(word)
+
+
 def table(jobs: Iterable[Job]) -> str:
     """A line a job: name, kind, seconds, GPUs, command."""
     lines = []
     for job in jobs:
-        words = [*(f"{k}={v}" for k, v in job.environment.items()), *map(shlex.quote, job.command)]
-        command = " ".join(words).replace("'{", "{").replace("}'", "}")
+        words = [*(f"{k}={v}" for k, v in job.environment.items()), *map(_quoted, job.command)]
+        command = " ".join(words)
         lines.append(f"{job.name:12} {job.kind:6} {job.seconds:4} s  {job.gpus} GPU  {command}")
     return "\n".join(lines)
 

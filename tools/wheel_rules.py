@@ -6,7 +6,7 @@ import re
 
 _GROUPS = {
     "kernels": (
-        "flashinfer-python apache-tvm-ffi nvidia-cudnn-frontend sgl-deep-gemm sgl-flash-mla"
+        "flashinfer-python apache-tvm-ffi sgl-deep-gemm sgl-flash-mla"
         " nvshmem4py-cu13 nvidia-nvshmem-cu13 cuda-core cuda-pathfinder msgspec"
         " click einops ninja nvidia-ml-py packaging requests tabulate tqdm"
     ),
@@ -22,6 +22,7 @@ GROUPS: dict[str, tuple[str, ...]] = {name: tuple(text.split()) for name, text i
 HAVE = ("torch", "triton", "numpy", "nvidia-nvshmem-cu13", "cuda-bindings", "cuda-pathfinder")
 """What a CUDA build of torch brings along."""
 NOT_NEEDED = {
+    "nvidia-cudnn-frontend": "cuDNN's kernels, which nothing here calls: FlashInfer does without",
     "nvidia-cutlass-dsl": "kernels written in Python, which nothing here calls",
     "cuda-tile": "kernels written in Python, which nothing here calls",
     "cuda-python": "a name for cuda-bindings and others",
@@ -38,9 +39,10 @@ STRIP: tuple[Rule, ...] = tuple(
         ("compiled Python", r"\.py[co]$"),
         ("tests, documents and examples", r"(^|/)(tests?|docs?|examples?|benchmarks?)/.*"),
         ("what Cython was fed with and made", r"^nvshmem/.*\.(cpp|pyx|pxd|pxi)$"),
+        ("bindings for Numba", r"^nvshmem/bindings/device/numba.*"),
         ("sources of a library that is compiled", r"^tvm_ffi/3rdparty/libbacktrace/.*"),
         ("generators of kernels", r"^flashinfer/data/cutlass/(python|media)/.*"),
-        ("headers for programs in C++", r"^include/cudnn_frontend.*|^nvidia/nvshmem/include/.*"),
+        ("headers for programs in C++", r"^nvidia/nvshmem/include/.*"),
         ("programs", r"^nvidia/nvshmem/bin/.*"),
         ("ways to start a job that are not used", r"/nvshmem_bootstrap_(mpi|shmem|pmi\w*)\.so.*"),
         ("networks that are not used", r"/nvshmem_transport_(ucx|libfabric)\.so.*"),
