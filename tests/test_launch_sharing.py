@@ -113,7 +113,9 @@ def test_the_memory_of_two_workers_holds_the_weights_once(monkeypatch):
     found = probe.answer(asked(two.changed("model", "a flag", share_weights=True, **full)))
     assert len(found["lines"]) >= 3, found
     for line in found["lines"][:2]:
-        assert re.search(r"on cuda: \d+\.\d of \d+\.\d GB: weights shared \(one copy of 63\.\d GB", line)
+        assert re.search(
+            r"on cuda: \d+\.\d of \d+\.\d GB: weights shared \(one copy of 63\.\d GB", line
+        )
 
 
 # ---- the crew ---------------------------------------------------------------------------------
