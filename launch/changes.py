@@ -19,10 +19,15 @@ _End = PdmeshError | None
 
 
 class Changes:
-    """Scales and restarts the workers of a crew."""
+    """Scales and restarts the workers of a crew.
 
-    def __init__(self, crew: Crew) -> None:
+    Args:
+        publish: called when a change is over, before whoever asked for it hears so.
+    """
+
+    def __init__(self, crew: Crew, publish: Callable[[], None]) -> None:
         self._crew = crew
+        self._publish = publish
         self._task: asyncio.Task[None] | None = None
         self._what = ""
         self._lines: asyncio.Queue[str | _End] = asyncio.Queue()
@@ -93,7 +98,9 @@ class Changes:
         try:
             await change()
             end = None
+            self._publish()
         except PdmeshError as error:
+            self._publish()
             say(f"pdmesh: {self._what} failed: {error}")
             end = error
         except Exception as error:

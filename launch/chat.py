@@ -186,10 +186,11 @@ def _write(text: str) -> None:
 
 def _timing(last: chat_pb2.ChatResponse) -> str:
     usage, timing = last.usage, last.timing
+    tries = f"; over {timing.attempts} attempts" if timing.attempts > 1 else ""
     return (
         f"[prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} cached; answer "
         f"{usage.completion_tokens} tokens; drafts accepted {usage.accepted_tokens} of "
-        f"{usage.drafted_tokens}; first token {timing.ttft_ms:.0f} ms: queue "
+        f"{usage.drafted_tokens}; first token {timing.ttft_ms:.0f} ms{tries}: queue "
         f"{timing.queue_ms:.0f}, prefill {timing.prefill_ms:.0f}; transfer "
         f"{timing.transfer_ms:.0f} ms; decode {timing.decode_ms:.0f} ms; router "
         f"{timing.router_ms:.0f} ms; {timing.prefill_worker} -> {timing.decode_worker}; "

@@ -56,6 +56,9 @@ def check_model(path: Path, weights: bool = False) -> None:
             "directory of a DeepSeek-V3-type model"
         )
     if weights and not any(path.glob("*.safetensors*")):
+        from pdmesh.model.config import ModelConfig  # with torch: seconds
+
+        ModelConfig.from_path(path)  # nobody is to fetch weights that are not served
         raise ConfigError(
             f"the model directory {path} holds a config.json and no weights (*.safetensors); fetch "
             "them, or add --random-weights to make some up"

@@ -93,15 +93,16 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _status(arguments: argparse.Namespace) -> int:
     from pdmesh.launch.runtime import find_mesh
-    from pdmesh.launch.status import as_json, as_table, collect
+    from pdmesh.launch.status import Routers, as_json, as_table, collect
 
-    routers: tuple[str, ...] = ()
+    routers, not_ready = Routers(), dict[str, str]()
     if arguments.redis:
         name, url = arguments.mesh or "default", arguments.redis
     else:
         info = find_mesh(arguments.mesh)
-        name, url, routers = info.name, info.redis_url, info.addresses
-    lines = asyncio.run(collect(url, name))
+        name, url, not_ready = info.name, info.redis_url, info.not_ready
+        routers = Routers(info.addresses, info.router_metrics)
+    lines = asyncio.run(collect(url, name, not_ready))
     print((as_json if arguments.json else as_table)(name, routers, lines))
     return 0
 

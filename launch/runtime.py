@@ -42,6 +42,10 @@ class MeshInfo(msgspec.Struct, frozen=True, kw_only=True):
     """host:port of every router."""
     router_admins: tuple[str, ...] = ()
     """host:port of every router's admin service."""
+    router_metrics: tuple[str, ...] = ()
+    """host:port of every router's Prometheus endpoint."""
+    not_ready: dict[str, str] = {}
+    """Workers that are not ready: starting, restarting or given up."""
     join: JoinInfo | None = None
     """What a further worker on this machine needs."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import contextlib
+import gc
 import os
 import secrets
 import signal
@@ -28,6 +30,8 @@ from pdmesh.wire.secret import read_secret
 
 def serve(arguments: argparse.Namespace) -> int:
     """Runs one process until SIGTERM or Ctrl-C."""
+    # Python's last collection of what torch has made takes seconds, and frees nothing that counts.
+    atexit.register(gc.freeze)
     role = arguments.role
     if role == "weights":
         _hold(arguments)

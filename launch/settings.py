@@ -28,7 +28,7 @@ def check_value(setting: dataclasses.Field[Any], value: object, source: str) -> 
     if "choices" in limits:
         if type(value) is type(setting.default) and value in limits["choices"]:
             return value
-        raise ConfigError(f"{source} is {shown(value)}; it must be {_allowed(setting)}")
+        raise ConfigError(_refusal(setting, value, source))
     if kind == "bool" and isinstance(value, bool):
         return value
     if isinstance(value, str) and value in limits.get("words", {}):
@@ -43,7 +43,17 @@ def check_value(setting: dataclasses.Field[Any], value: object, source: str) -> 
         return names
     if kind.startswith("Path") and isinstance(value, str | Path) and str(value):
         return Path(value).expanduser()
-    raise ConfigError(f"{source} is {shown(value)}; it must be {_allowed(setting)}")
+    raise ConfigError(_refusal(setting, value, source))
+
+
+def _refusal(setting: dataclasses.Field[Any], value: object, source: str) -> str:
+    """The type of a string is named only where another type was wanted, and a file has types."""
+    choices = setting.metadata.get("choices", ())
+    other = str(setting.type) in ("int", "float", "bool") or any(
+        not isinstance(choice, str) for choice in choices
+    )
+    plain = isinstance(value, str) and (not other or source.startswith("-"))
+    return f"{source} is {repr(value) if plain else shown(value)}; it must be {_allowed(setting)}"
 
 
 def _names(value: object, source: str) -> tuple[str, ...]:

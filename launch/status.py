@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -38,14 +38,38 @@ class WorkerLine:
     """None if the worker did not answer."""
 
 
-async def collect(redis_url: str, mesh: str) -> list[WorkerLine]:
-    """Every worker with a lease, asked for its status.
+async def collect(
+    redis_url: str, mesh: str, not_ready: Mapping[str, str] | None = None
+) -> list[WorkerLine]:
+    """Every worker with a lease, asked for its status, and those of ``not_ready`` without one.
+
+    Args:
+        not_ready: what a supervisor says of its workers that are not ready, by name.
 
     Raises:
         ConfigError, StoreUnavailable: the store cannot be read.
     """
     members = await read_members(redis_url, mesh)
-    return list(await asyncio.gather(*(_line(member) for member in members)))
+    lines = list(await asyncio.gather(*(_line(member) for member in members)))
+    return with_not_ready(lines, not_ready or {})
+
+
+def with_not_ready(lines: Sequence[WorkerLine], not_ready: Mapping[str, str]) -> list[WorkerLine]:
+    """The lines, and one for each worker that is not ready and has none.
+
+    A lease outlives its process for a while: of one that does not answer the supervisor knows more.
+    """
+    known = {
+        line.worker: replace(line, state=not_ready[line.worker])
+        if line.status is None and line.worker in not_ready
+        else line
+        for line in lines
+    }
+    for name, state in not_ready.items():
+        if name not in known:
+            role = name.rpartition("-")[0]
+            known[name] = WorkerLine(name, role, state, "-", "", 0, "", "", None)
+    return sorted(known.values(), key=lambda line: line.worker)
 
 
 async def _line(member: Member) -> WorkerLine:
@@ -71,15 +95,29 @@ async def _line(member: Member) -> WorkerLine:
     )
 
 
-def as_json(mesh: str, routers: Sequence[str], lines: list[WorkerLine]) -> str:
-    """The status as one JSON object; ``routers`` are their addresses, as far as known."""
-    whole = {"mesh": mesh, "routers": routers, "workers": lines}
+@dataclass(frozen=True)
+class Routers:
+    """host:port of every router, and of the Prometheus endpoints of those that have one."""
+
+    addresses: Sequence[str] = ()
+    metrics: Sequence[str] = ()
+
+
+def as_json(mesh: str, routers: Routers, lines: list[WorkerLine]) -> str:
+    """The status as one JSON object; of the routers what is known."""
+    whole = {
+        "mesh": mesh,
+        "routers": routers.addresses,
+        "router_metrics": routers.metrics,
+        "workers": lines,
+    }
     return msgspec.json.format(msgspec.json.encode(whole)).decode()
 
 
-def as_table(mesh: str, routers: Sequence[str], lines: list[WorkerLine]) -> str:
+def as_table(mesh: str, routers: Routers, lines: list[WorkerLine]) -> str:
     """The status as a table for people; where workers share experts, with their ranks."""
-    where = f" at {', '.join(routers)}" if routers else ""
+    where = f" at {', '.join(routers.addresses)}" if routers.addresses else ""
+    where += f" (metrics at {', '.join(routers.metrics)})" if routers.metrics else ""
     title = f"mesh {mesh}{where}: {len(lines)} worker{'' if len(lines) == 1 else 's'}"
     rows = [_HEAD, *(_row(line) for line in lines)]
     if any(_ranks(line) for line in lines):

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from pdmesh.launch.changes import Changes
 from pdmesh.launch.control import ControlServer
 from pdmesh.launch.crew import TICK_S, Crew, Plan, say
+from pdmesh.launch.processes import Child
 from pdmesh.launch.runtime import MeshInfo
 from pdmesh.registry.embedded import EmbeddedStore
 from pdmesh.registry.store import StoreUnavailable, check_store, read_members
@@ -31,7 +33,7 @@ class Supervisor:
         self._crew = Crew(plan, self._secret)
         self.address = self._crew.address
         self._store = None if topology.mesh.redis else EmbeddedStore(plan.run_dir.log("store"))
-        self._changes = Changes(self._crew)
+        self._changes = Changes(self._crew, self._publish)
         self._control = ControlServer(self._changes, plan.run_dir.control)
         self._published: MeshInfo | None = None
         self._began = time.monotonic()
@@ -136,6 +138,8 @@ class Supervisor:
         if self._store is not None and self._store.pid is not None:
             pids["store"] = self._store.pid
         routers = self._crew.routers()
+        metrics = self._plan.metrics_ports
+        ports = sorted(port for child in routers if (port := metrics.get(child.spec.name, 0)))
         admins = [_text(self._plan.run_dir.admin_file(child.spec.name)) for child in routers]
         return MeshInfo(
             name=topology.mesh.name,
@@ -149,6 +153,8 @@ class Supervisor:
             router_admin=admins[0],
             addresses=tuple(sorted(child.address for child in routers)),
             router_admins=tuple(sorted(filter(None, admins))),
+            router_metrics=tuple(f"{topology.mesh.host}:{port}" for port in ports),
+            not_ready=not_ready(self._crew.known()),
             join=self._join_info(),
         )
 
@@ -167,6 +173,15 @@ class Supervisor:
             model_path=str(self._plan.topology.model_path.absolute()),
             secret_file=str(self._secret.absolute()),
         )
+
+
+def not_ready(workers: Mapping[str, Child]) -> dict[str, str]:
+    """What the workers do that are not ready: starting, restarting or given up."""
+    return {
+        name: "given up" if child.given_up else "restarting" if child.deaths else "starting"
+        for name, child in workers.items()
+        if not (child.ready and child.running)
+    }
 
 
 def _text(path: Path) -> str:

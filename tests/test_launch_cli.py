@@ -1,17 +1,22 @@
 """The command line: exit codes and sentences."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import grpc
 import msgspec
 import pytest
+from child_path import python_path
 
 from pdmesh.launch import cli, join, runtime
 from pdmesh.launch.arguments import parser
-from pdmesh.launch.chat import ChatOptions, _sentence
+from pdmesh.launch.chat import ChatOptions, _sentence, _timing
 from pdmesh.launch.processes import router_spec, worker_spec
 from pdmesh.launch.runtime import MeshInfo, RunDir, claim, find_mesh
 from pdmesh.launch.topology import Topology, load_topology, shipped_config, shipped_model
+from pdmesh.wire import chat_pb2
 from pdmesh.wire.control import JoinInfo
 from pdmesh.wire.errors import ConfigError, Unavailable
 from pdmesh.wire.random_weights import RandomWeights
@@ -96,11 +101,11 @@ EP = ("--ep-ranks", "127.0.0.1:1,127.0.0.1:2", "--ep-rank", "0")
         (("up", "--model", "/no/such/model"), "/no/such/model does not exist"),
         (("up", "--topology", "/no/such.toml"), "cannot read the topology file /no/such.toml"),
         (("up", "--host", "192.0.2.1"), "192.0.2.1"),
-        (("up", "--arithmetic", "slow"), "--arithmetic is 'slow' (a string); it must be one of f"),
+        (("up", "--arithmetic", "slow"), "--arithmetic is 'slow'; it must be one of f"),
         (("up", "--page-size", "8192"), "--page-size is 8192; it must be one of 16, 32, 64, 128"),
         (("up", "--page-size", "big"), "argument --page-size: invalid int value: 'big'"),
         (("up", "--draft-tokens", "9"), "--draft-tokens is 9; it must be a whole number from 0 to"),
-        (("up", "--draft-tokens", "x"), "--draft-tokens is 'x' (a string); it must be a whole num"),
+        (("up", "--draft-tokens", "x"), "--draft-tokens is 'x'; it must be a whole num"),
         (("up", "--no-mtp", "--draft-tokens", "2"), "--draft-tokens: drafts come from the MTP mod"),
         (("up", "--layers", "3"), "--layers: only random weights have layers that can be chosen"),
         (("up", "--experts", "8"), "--experts: only random weights have experts that can be"),
@@ -458,7 +463,57 @@ def test_every_process_of_a_mesh_is_told_the_weights():
 
 
 def test_a_checkpoint_without_weights_is_refused_with_the_way_out(capsys, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    config = (shipped_model() / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
     code, _, err = run(capsys, "up", "--model", str(tmp_path))
     assert code == 2
     assert "no weights (*.safetensors); fetch them, or add --random-weights to make some up" in err
+
+
+def test_weights_of_another_family_are_refused_before_anybody_fetches_them(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    code, _, err = run(capsys, "up", "--model", str(tmp_path))
+    assert code == 2
+    assert err == (
+        "pdmesh: --model: model_type 'llama' is not served; deepseek_v2 and deepseek_v3 are\n"
+    )
+
+
+def test_only_a_file_is_told_the_type_of_a_string_that_is_no_number(capsys, tmp_path):
+    path = tmp_path / "mesh.toml"
+    path.write_text('[decode]\ndraft_tokens = "some"\n[model]\npage_size = 64\n')
+    assert (
+        "draft_tokens is 'some' (a string); it must"
+        in run(capsys, "up", "--topology", str(path))[2]
+    )
+    path.write_text('[model]\npage_size = "64"\n')
+    assert "page_size is '64' (a string); it must" in run(capsys, "up", "--topology", str(path))[2]
+    assert "--draft-tokens is 'some'; it must" in run(capsys, "up", "--draft-tokens", "some")[2]
+
+
+def test_a_process_of_a_mesh_ends_without_collecting_what_torch_has_made():
+    program = """
+import atexit, gc
+from pdmesh.launch.cli import main
+atexit.register(lambda: print(gc.get_freeze_count() > 0))
+print(main(["serve", "decode", "--redis", "redis://127.0.0.1"]))
+atexit.register(lambda: print(gc.get_freeze_count() > 0))
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": python_path()},
+    )
+    assert done.stdout.split() == ["2", "False", "True"]
+
+
+def test_the_time_to_the_first_token_is_not_taken_for_that_of_all_attempts():
+    timing = chat_pb2.Timing(ttft_ms=10, queue_ms=1, prefill_ms=20, attempts=2)
+    told = _timing(chat_pb2.ChatResponse(timing=timing))
+    assert "first token 10 ms; over 2 attempts: queue 1, prefill 20; " in told
+    timing.attempts = 1
+    assert "first token 10 ms: queue 1, prefill 20; " in _timing(
+        chat_pb2.ChatResponse(timing=timing)
+    )

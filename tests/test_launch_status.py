@@ -1,10 +1,14 @@
-"""What ``pdmesh status`` says of workers that share the routed experts."""
+"""What ``pdmesh status`` says of routers, of workers that are not ready, and of shared experts."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from pdmesh.launch.status import WorkerLine, as_json, as_table
+from pdmesh.launch.processes import Child, Spec
+from pdmesh.launch.restart import Death
+from pdmesh.launch.status import Routers, WorkerLine, as_json, as_table, with_not_ready
+from pdmesh.launch.supervisor import not_ready
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.messages import PoolStatus, RankStatus, WorkerStatus
 
@@ -37,7 +41,7 @@ def worker(name, ranks=None, problems=(), answers=True, transports=()):
 
 def shown(*lines):
     """The column of ranks, row by row, and what is written below the table."""
-    told = as_table("default", [], list(lines)).splitlines()
+    told = as_table("default", Routers(), list(lines)).splitlines()
     table, below = told[1 : len(lines) + 2], told[len(lines) + 2 :]
     start, end = table[0].index("rank"), table[0].index("address")
     return [row[start:end].strip() for row in table[1:]], below
@@ -79,20 +83,20 @@ def test_workers_without_ranks_or_an_answer_have_none_beside_those_that_do():
 
 
 def test_a_mesh_in_which_nobody_shares_experts_has_no_column_for_it():
-    table = as_table("default", [], [worker("prefill-0"), worker("decode-0")])
+    table = as_table("default", Routers(), [worker("prefill-0"), worker("decode-0")])
     assert table.splitlines()[1].split()[:3] == ["worker", "state", "address"]
 
 
 def test_the_ways_that_pages_go_are_shown():
     lines = worker("prefill-0"), worker("decode-0", transports=("cuda_ipc", "tcp"))
-    table = as_table("default", [], list(lines)).splitlines()
+    table = as_table("default", Routers(), list(lines)).splitlines()
     start = table[1].index("pages over")
     assert [row[start:].split()[0] for row in table[2:]] == ["-", "cuda_ipc,tcp"]
 
 
 def test_json_has_the_place_of_each_worker_that_has_one():
     lines = [worker("prefill-0"), worker("decode-0", rank(1, 2, (0, 1)))]
-    alone, member = json.loads(as_json("default", [], lines))["workers"]
+    alone, member = json.loads(as_json("default", Routers(), lines))["workers"]
     assert "ranks" not in alone["status"]
     assert member["status"]["ranks"] == {
         "rank": 1,
@@ -105,3 +109,44 @@ def test_json_has_the_place_of_each_worker_that_has_one():
         "virtual": False,
         "heads": [],
     }
+
+
+def test_a_worker_that_starts_again_has_a_line_though_it_has_no_lease():
+    lines = with_not_ready([worker("decode-0")], {"decode-1": "restarting"})
+    assert [(line.worker, line.role, line.state) for line in lines] == [
+        ("decode-0", "decode", "ready"),
+        ("decode-1", "decode", "restarting"),
+    ]
+    row = as_table("default", Routers(), lines).splitlines()[-1]
+    assert row.split() == ["decode-1", "restarting", "-", "no", "answer", "-"]
+    assert json.loads(as_json("default", Routers(), lines))["workers"][1]["status"] is None
+
+
+def test_a_lease_that_has_outlived_its_process_is_not_called_ready():
+    silent, talks = worker("decode-0", answers=False), worker("decode-1")
+    told = dict.fromkeys(("decode-0", "decode-1"), "restarting")
+    states = [line.state for line in with_not_ready([silent, talks], told)]
+    assert states == ["restarting", "ready"]
+
+
+def test_a_supervisor_says_which_workers_are_not_ready_and_why():
+    def child(name, **fields):
+        return Child(Spec(name, "decode", (), 1), Path("log"), **fields)
+
+    workers = [
+        child("decode-0"),
+        child("decode-1", deaths=[Death(1.0, True)]),
+        child("decode-2", deaths=[Death(1.0, True)], given_up=True),
+    ]
+    assert not_ready({worker.spec.name: worker for worker in workers}) == {
+        "decode-0": "starting",
+        "decode-1": "restarting",
+        "decode-2": "given up",
+    }
+
+
+def test_routers_are_named_with_their_metrics():
+    routers = Routers(("a:1", "a:2"), ("a:9100", "a:9101"))
+    title = as_table("default", routers, []).splitlines()[0]
+    assert title == "mesh default at a:1, a:2 (metrics at a:9100, a:9101): 0 workers"
+    assert json.loads(as_json("default", routers, []))["router_metrics"] == ["a:9100", "a:9101"]

@@ -242,11 +242,11 @@ def test_a_whole_number_is_a_number(tmp_path):
         ("[model]\nmtp = 1", "[model] mtp is 1; it must be true or false"),
         (
             '[model]\ndtype = "float8"',
-            "[model] dtype is 'float8' (a string); it must be one of float32, bfloat16",
+            "[model] dtype is 'float8'; it must be one of float32, bfloat16",
         ),
         (
             '[model]\narithmetic = "slow"',
-            "[model] arithmetic is 'slow' (a string); it must be one of fast, exact",
+            "[model] arithmetic is 'slow'; it must be one of fast, exact",
         ),
         (
             "[model]\npage_size = 48",
@@ -256,7 +256,7 @@ def test_a_whole_number_is_a_number(tmp_path):
         ("[model]\npage_size = true", "page_size is true; it must be one of 16, 32, 64"),
         (
             '[kvcache]\neviction = "lfu"',
-            "[kvcache] eviction is 'lfu' (a string); it must be one of lru, returns",
+            "[kvcache] eviction is 'lfu'; it must be one of lru, returns",
         ),
         ("[kvcache]\nreplica_hints = 1", "replica_hints is 1; it must be true or false"),
         (
@@ -272,11 +272,11 @@ def test_a_whole_number_is_a_number(tmp_path):
         ("[prefill]\nmax_queue = 0", "max_queue is 0; it must be a whole number from 1"),
         ("[decode]\ngrowth_tokens = -1", "growth_tokens is -1; it must be a whole number from 0"),
         ("[decode]\nmetrics_port = 65536", "metrics_port is 65536; it must be a whole number"),
-        ('[mesh]\nname = "a b"', "[mesh] name is 'a b' (a string); it must be 1 to 63 letters"),
-        ('[mesh]\nname = "../x"', "name is '../x' (a string); it must be 1 to 63 letters"),
+        ('[mesh]\nname = "a b"', "[mesh] name is 'a b'; it must be 1 to 63 letters"),
+        ('[mesh]\nname = "../x"', "name is '../x'; it must be 1 to 63 letters"),
         (
             '[mesh]\nhost = ""',
-            "[mesh] host is '' (a string); it must be a string that is not empty",
+            "[mesh] host is ''; it must be a string that is not empty",
         ),
         ("[mesh]\nredis = []", "[mesh] redis is a list; it must be a string"),
         ("[model]\npath = 1", "[model] path is 1; it must be a path, as a string"),
