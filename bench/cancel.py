@@ -31,6 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT / ".pythonpath")]
 
+import command_line  # noqa: E402 - the path is set above
 import meshes  # noqa: E402 - the path is set above
 from cpu_chat import percentile  # noqa: E402
 
@@ -169,9 +170,7 @@ async def measure(mesh: meshes.Mesh, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--cancels", type=int, default=50, help="in each phase (default: 50)")
     parser.add_argument("--prompt-tokens", type=int, default=1024, help="default: 1024")
     parser.add_argument("--chunk-tokens", type=int, default=128, help="of a step (default: 128)")

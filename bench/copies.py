@@ -16,7 +16,6 @@ been said to have a copy, and of these the share that had none any more.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
@@ -27,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 
+import command_line  # noqa: E402 - the path is set above
 from route_replay import TRACES, Trace, load, record  # noqa: E402 - the path is set above
 
 from pdmesh.kvcache.manager import KvManager  # noqa: E402
@@ -167,9 +167,15 @@ def replay(trace: Trace, blocks: int, prefill: int, decode: int, copies: bool, s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Eviction that looks at copies elsewhere.")
+    parser = command_line.parser(__doc__)
     add = parser.add_argument
-    add("--traces", type=Path, metavar="DIR", default=os.environ.get("PDMESH_TRACES"))
+    add(
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        default=os.environ.get("PDMESH_TRACES"),
+        help="folder of the traces; also $PDMESH_TRACES",
+    )
     add("--trace", action="append", metavar="FILE", help="in DIR or anywhere; may be repeated")
     add("--blocks", nargs="+", type=int, default=[10_000], help="of each role")
     add("--mesh", nargs="+", default=["4x4", "8x16"], metavar="PxD", help="prefill x decode")

@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT / ".pythonpath")]
 
+import command_line  # noqa: E402 - the path is set above
 import meshes  # noqa: E402 - the path is set above
 
 from pdmesh.launch.status import collect  # noqa: E402
@@ -232,7 +233,9 @@ def report(rates: dict[str, list[float]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line.parser(
+        __doc__, "standard output, and those of every round to --json FILE"
+    )
     parser.add_argument("--tokens", type=int, default=128, help="new tokens an answer (128)")
     parser.add_argument("--chats", type=int, default=16, help="concurrent chats (16)")
     parser.add_argument("--singles", type=int, default=4, help="chats one after another (4)")

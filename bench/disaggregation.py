@@ -40,10 +40,11 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"  # before torch is loaded, here and in every rank
 
+import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
 
 from pdmesh.launch.ports import claim_ports  # noqa: E402
@@ -362,9 +363,7 @@ def plot(runs: dict[str, Run], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__, "standard output, and a drawing to --plot FILE")
     parser.add_argument("--ranks", type=int, default=4, help="in all, an even number (4)")
     parser.add_argument("--answers", type=int, default=12, help="in all (12)")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt (2048)")
@@ -374,7 +373,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2, help="of a round (2)")
     parser.add_argument("--pause", type=float, default=3.0, help="seconds between them (3)")
     parser.add_argument("--rounds", type=int, default=2, help="arrangements take turns (2)")
-    parser.add_argument("--no-pinning", dest="pinning", action="store_false")
+    parser.add_argument(
+        "--no-pinning",
+        dest="pinning",
+        action="store_false",
+        help="let the system place the ranks on cores",
+    )
     parser.add_argument("--plot", type=Path, help="draw the last round to this file")
     args = parser.parse_args()
     if args.ranks < 2 or args.ranks % 2 or args.prompt < 1 or min(args.chunks, default=0) < 1:

@@ -30,6 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 
+import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
 from ep_processes import (  # noqa: E402
     HBM,
@@ -234,13 +235,19 @@ def show(lines: list[dict[str, object]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser = command_line.parser(__doc__, "standard output and $OUT/ep.csv (without $OUT ./ep.csv)")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[2, 4, 8], help="sizes of the group"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", help="rows a rank")
-    parser.add_argument("--layout", choices=list(TOKENS), default="masked")
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument(
+        "--layout", choices=list(TOKENS), default="masked", help="of the rows that arrive"
+    )
+    parser.add_argument(
+        "--tune", action="store_true", help="first try other tiles and numbers of blocks"
+    )
     parser.add_argument("--put", action="store_true", help="puts, though memory could be mapped")
-    parser.add_argument("--member", nargs=4)
+    parser.add_argument("--member", nargs=4, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     layout, counts = asked.layout, asked.tokens or TOKENS[asked.layout]
     if asked.member:

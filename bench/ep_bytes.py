@@ -18,7 +18,6 @@ over those of batches as they are.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
+
+import command_line  # noqa: E402 - the path is set above
 
 from pdmesh.model.parallel.exchange import (  # noqa: E402 - the path is set above
     Channel,
@@ -68,9 +69,7 @@ def exchanged(counts: Sequence[int]) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 32, 128], help="EP sizes")
     parser.add_argument("--tokens", type=int, default=16, help="tokens a rank (16)")
     args = parser.parse_args()

@@ -10,7 +10,6 @@ EP1. A process without any weight takes something too, which is in the first num
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import shutil
 import statistics
@@ -19,8 +18,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT / ".pythonpath")]
 
+import command_line  # noqa: E402 - the path is set above
 import meshes  # noqa: E402 - the path is set above
 from checkpoints import random_checkpoint  # noqa: E402
 
@@ -51,13 +51,15 @@ def measured(folder: Path, ep: int, pages: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--experts", type=int, default=64)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--intermediate", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=5)
-    parser.add_argument("--pages", type=int, default=64)
+    parser = command_line.parser(__doc__)
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="sizes of the group"
+    )
+    parser.add_argument("--experts", type=int, default=64, help="routed experts of a layer")
+    parser.add_argument("--hidden", type=int, default=512, help="width of the model")
+    parser.add_argument("--intermediate", type=int, default=256, help="width of an expert")
+    parser.add_argument("--layers", type=int, default=5, help="of the model")
+    parser.add_argument("--pages", type=int, default=64, help="of a worker")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     try:

@@ -15,7 +15,6 @@ with its waits for others on a track of their own: open it in Perfetto, or draw 
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing as mp
 import os
 import random
@@ -34,6 +33,7 @@ sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"  # before torch is loaded, here and in every rank
 
+import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
 from rank_processes import found_by, take_core  # noqa: E402
 
@@ -129,16 +129,18 @@ def measured(ranks: int, plan: Plan) -> list[Found]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__, "standard output, and a trace to --trace FILE")
     parser.add_argument("--ranks", type=int, default=2, help="best one a core (2)")
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256])
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256], help="batches of a rank"
+    )
     parser.add_argument("--steps", type=int, default=20, help="of each size and way (20)")
     parser.add_argument("--model", type=Path, default=shipped_model(), help="checkpoint directory")
     parser.add_argument("--trace", type=Path, help="write a Chrome trace to this file")
     parser.add_argument("--trace-rows", type=int, default=64, help="of its step (64)")
-    parser.add_argument("--trace-mode", choices=get_args(Mode), default="microbatch")
+    parser.add_argument(
+        "--trace-mode", choices=get_args(Mode), default="microbatch", help="its schedule"
+    )
     args = parser.parse_args()
     plan = Plan(args.model, sorted(args.rows), args.steps, args.trace_rows, args.trace_mode)
     found = measured(args.ranks, plan)

@@ -30,6 +30,7 @@ sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"  # before torch is loaded, here and in every rank
 
+import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
 from rank_processes import found_by, take_core  # noqa: E402
 
@@ -114,10 +115,14 @@ def led(model: DeepseekV3, members: Sequence[Member], options: argparse.Namespac
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = command_line.parser(__doc__)
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        nargs="+",
+        default=[100, 1000, 3000],
+        help="tokens before the new one",
     )
-    parser.add_argument("--contexts", type=int, nargs="+", default=[100, 1000, 3000])
     parser.add_argument("--rows", type=int, default=16, help="sequences (16)")
     parser.add_argument("--steps", type=int, default=20, help="of each context and way (20)")
     options = parser.parse_args()

@@ -18,7 +18,6 @@ Traces open in Perfetto or chrome://tracing; ``tools/draw_trace.py`` draws them.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from dataclasses import replace
@@ -26,7 +25,9 @@ from pathlib import Path
 from typing import get_args
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
+
+import command_line  # noqa: E402 - the path is set above
 
 from pdmesh.model.parallel.schedule import Mode, plan_schedule  # noqa: E402 - the path is set above
 from pdmesh.model.parallel.timeline import (  # noqa: E402
@@ -95,9 +96,7 @@ def recorded(ep: int, mode: Mode, tokens: int, trace: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__, "standard output, and a trace to --trace FILE")
     parser.add_argument("--trace", type=Path, help="write a Chrome trace to this file")
     parser.add_argument("--sweep", action="store_true", help="other divisions of the compute")
     parser.add_argument("--record", type=int, metavar="EP", help="record so many virtual ranks")

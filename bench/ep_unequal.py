@@ -20,7 +20,6 @@ to be the same in the three ways.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import statistics
@@ -36,6 +35,7 @@ sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"  # before torch is loaded, here and in every rank
 
+import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
 import torch.distributed as dist  # noqa: E402
 from rank_processes import found_by, take_core  # noqa: E402
@@ -148,9 +148,7 @@ def drawn(name: str, ranks: int, most: int, steps: int) -> list[list[int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="best one a core (2)")
     parser.add_argument("--most", type=int, default=32, help="rows of the largest batch (32)")
     parser.add_argument("--steps", type=int, default=60, help="of each kind (60)")

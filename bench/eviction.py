@@ -12,7 +12,6 @@ cache without end.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import os
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 
+import command_line  # noqa: E402 - the path is set above
 from route_replay import TRACES, Trace, load  # noqa: E402 - the path is set above
 
 from pdmesh.kvcache.eviction import EvictionName  # noqa: E402
@@ -158,12 +158,30 @@ def hit_ratios(trace: Trace, capacity: int, names: Sequence[str]) -> dict[str, t
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Eviction policies on a request trace.")
+    parser = command_line.parser(__doc__)
     add = parser.add_argument
-    add("--traces", type=Path, metavar="DIR", default=os.environ.get("PDMESH_TRACES"))
+    add(
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        default=os.environ.get("PDMESH_TRACES"),
+        help="folder of the traces; also $PDMESH_TRACES",
+    )
     add("--trace", action="append", metavar="FILE", help="in DIR or anywhere; may be repeated")
-    add("--tokens", nargs="+", type=int, default=[500_000, 3_000_000, 10_000_000])
-    add("--policies", nargs="+", default=list(POLICIES), choices=tuple(POLICIES))
+    add(
+        "--tokens",
+        nargs="+",
+        type=int,
+        default=[500_000, 3_000_000, 10_000_000],
+        help="sizes of the cache",
+    )
+    add(
+        "--policies",
+        nargs="+",
+        default=list(POLICIES),
+        choices=tuple(POLICIES),
+        help="which to compare",
+    )
     options = parser.parse_args(arguments)
     names = options.policies
     print(f"{'trace':<24} {'tokens':>9} {'blocks':>7}", *(f"{name:>15}" for name in names))

@@ -20,7 +20,6 @@ knows the intervals before only, and under a plan made for the interval's own lo
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -30,7 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
+
+import command_line  # noqa: E402 - the path is set above
 
 from pdmesh.model.parallel.balancer import (  # noqa: E402 - the path is set above
     Balancer,
@@ -150,15 +151,13 @@ def draw(lines: dict[str, list[float]], names: Sequence[str], ranks: int, path: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__, "standard output, and a drawing to --plot FILE")
     parser.add_argument("--data", type=Path, required=True, help="folder with the loads")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="EP of the table")
     parser.add_argument("--ranks", type=int, default=144, help="of the second part (144)")
     parser.add_argument("--intervals", type=int, default=8, help="a workload (8)")
     parser.add_argument("--tokens", type=int, default=50_000, help="an interval (50000)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.add_argument("--plot", type=Path, help="draw the second part into this PNG")
     parser.add_argument("--check", action="store_true", help=f"fail above {BOUND} of EPLB's figure")
     args = parser.parse_args()

@@ -13,7 +13,6 @@ operations wait for each other: some kernel did not wait for another.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -26,8 +25,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
+import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
 from torch import Tensor  # noqa: E402
 
@@ -275,12 +275,16 @@ def measure_prefill(model: DeviceModel, pool: Tensor, tokens: int, profiled: boo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--batch", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--keys", type=int, default=5000)
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--prompt", type=int, nargs="*", default=[4096])
+    parser = command_line.parser(
+        __doc__, "standard output, and to gpu_engine.json in $OUT where that is set"
+    )
+    parser.add_argument("--layers", type=int, default=6, help="of the model, at full width")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[64, 128], help="sequences of a decode step"
+    )
+    parser.add_argument("--keys", type=int, default=5000, help="cached tokens of a sequence")
+    parser.add_argument("--rows", type=int, default=2, help="new tokens of a sequence in a step")
+    parser.add_argument("--prompt", type=int, nargs="*", default=[4096], help="tokens of a prompt")
     parser.add_argument("--experts", type=int, default=256, help="fewer: as one rank has them")
     parser.add_argument("--profile", action="store_true", help="kernels of a replay")
     parser.add_argument("--force", nargs="*", default=[], help="operation=backend")

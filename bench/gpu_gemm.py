@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 
+import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
 from gemm_cases import (  # noqa: E402
     NOPE,
@@ -203,12 +204,16 @@ def grouped(table: Table, generator: torch.Generator) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", default="256,128,64,16,1")
+    parser = command_line.parser(
+        __doc__, "standard output, and to files in $OUT (without $OUT: here)"
+    )
+    parser.add_argument("--rows", default="256,128,64,16,1", help="rows of the dense products")
     parser.add_argument("--only", default="", help="cases whose operation begins so")
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--check-seconds", type=float, default=60)
-    parser.add_argument("--time-seconds", type=float, default=40)
+    parser.add_argument("--tune", action="store_true", help="try other tiles instead")
+    parser.add_argument(
+        "--check-seconds", type=float, default=60, help="of --tune, for correctness"
+    )
+    parser.add_argument("--time-seconds", type=float, default=40, help="of --tune, for times")
     given = parser.parse_args()
     out = Path(os.environ.get("OUT", "."))
     rows_tried = [int(m) for m in given.rows.split(",")]

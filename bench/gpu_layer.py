@@ -19,7 +19,6 @@ time of a layer is that of a graph of several layers, each with weights and page
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -34,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 
 import bounds  # noqa: E402 - the path is set above
+import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402
 from gpu_block import Block, Rank, State, Weights  # noqa: E402
 from gpu_choices import Step, Table, choose, steps  # noqa: E402
@@ -291,17 +291,19 @@ def measure_rest(table: dict[str, Step]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = command_line.parser(__doc__, "standard output, and to --json FILE")
+    parser.add_argument(
+        "--ranks", nargs="*", choices=RANKS, default=list(RANKS), help="sizes of the group"
     )
-    parser.add_argument("--ranks", nargs="*", choices=RANKS, default=list(RANKS))
     parser.add_argument(
         "--warm", action="store_true", help="compile DeepGEMM's kernels at once first"
     )
     parser.add_argument("--rest", action="store_true", help="also a dense MLP and the logits")
     parser.add_argument("--without", nargs="*", default=[], help="parts of candidates' names")
-    parser.add_argument("--latents", nargs="*", choices=LATENTS, default=["plain"])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--latents", nargs="*", choices=LATENTS, default=["plain"], help="in the pages"
+    )
+    parser.add_argument("--json", type=Path, help="write the results here as well")
     args = parser.parse_args()
     if args.warm:
         compile_products(

@@ -41,6 +41,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT / ".pythonpath")]
 
+import command_line  # noqa: E402 - the path is set above
 import grpc  # noqa: E402 - the path is set above
 import meshes  # noqa: E402
 from gpu_mesh_figures import HEADER, Point, row, summed, worth_it  # noqa: E402
@@ -273,9 +274,7 @@ def gpu() -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__, "standard output, and to --json FILE")
     add = parser.add_argument
     add("--device", default="cuda", help="cuda, cuda:N or cpu (default: cuda)")
     configs = (*SHIPPED_CONFIGS, SHIPPED)

@@ -10,7 +10,6 @@ what the pages hold, and on the bfloat16 latents before they were quantised.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import os
 import sys
@@ -19,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
+import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
 from torch import Tensor  # noqa: E402
 
@@ -198,8 +198,13 @@ def measure(case: Case, only: str, without: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Runs all cases."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    parser = command_line.parser(__doc__, "standard output, and to files in --out")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(os.environ.get("OUT", ".")),
+        help="folder of the files; also $OUT",
+    )
     parser.add_argument("--only", default="", help="backends whose name has this")
     parser.add_argument("--without", default="", help="no backends whose name has this")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Prefill attention on a GPU: the MHA form against the absorbed form, and what chunking costs.
 
-    python -m pdmesh.bench.gpu_mla_prefill
+    python -P bench/gpu_mla_prefill.py            (needs a Hopper GPU)
 
 128 heads. The MHA form includes, where said, the projection of latents to keys and values; the
 absorbed form its two products. Times are medians of CUDA events.
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
+import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
 from torch import Tensor  # noqa: E402
 
@@ -164,6 +165,7 @@ def chunks(total: int, sizes: Sequence[int], space: Tensor) -> None:
 
 def main() -> None:
     """Both tables."""
+    command_line.parser(__doc__).parse_args()
     space = torch.empty(flashinfer_backend.WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     forms((4096, 16384), space)
     chunks(32768, (8192, 4096, 2048, 1024, 512), space)

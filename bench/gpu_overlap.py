@@ -12,7 +12,6 @@ dispatch_overlap, where it begins, and how much the rule `auto` loses with that 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 
+import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
@@ -195,14 +195,18 @@ def chosen_ops(batch: int, without: Sequence[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = command_line.parser(__doc__, "standard output, and to --json FILE")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="*",
+        default=[4, 8, 16, 32, 64, 128],
+        help="sequences of a step",
     )
-    parser.add_argument("--batches", type=int, nargs="*", default=[4, 8, 16, 32, 64, 128])
-    parser.add_argument("--layers", type=int, default=9)
+    parser.add_argument("--layers", type=int, default=9, help="of the timed step")
     parser.add_argument("--warm", action="store_true", help="compile DeepGEMM's kernels first")
     parser.add_argument("--without", nargs="*", default=[], help="parts of candidates' names")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the results here as well")
     args = parser.parse_args()
     if args.warm:
         tokens = sorted({b * q for b in args.batches for q in (1, 2)})

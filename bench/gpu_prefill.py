@@ -11,7 +11,6 @@ with and without dispatch and combine of eight H200s as published (DeepEP, norma
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -23,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 
 import bounds  # noqa: E402 - the path is set above
+import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402
 from gpu_block import EPS, SCALE, Rank, State, Weights, random_weight  # noqa: E402
 from gpu_choices import Step, steps  # noqa: E402
@@ -240,11 +240,11 @@ def compile_attention() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = command_line.parser(__doc__, "standard output, and to --json FILE")
+    parser.add_argument(
+        "--prompts", type=int, nargs="*", default=[4096, 16384], help="tokens of a prompt"
     )
-    parser.add_argument("--prompts", type=int, nargs="*", default=[4096, 16384])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the results here as well")
     parser.add_argument("--without", nargs="*", default=[], help="parts of candidates' names")
     parser.add_argument("--compile", action="store_true", help="compile FlashInfer's kernels only")
     args = parser.parse_args()

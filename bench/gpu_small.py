@@ -11,7 +11,6 @@ copy within the device reaches in the same run. `eager` is the definition in pla
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -23,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
+import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
 from gpu_small_cases import CASES, Case  # noqa: E402
 from gpu_small_routing import CASES as ROUTING  # noqa: E402
@@ -107,7 +107,9 @@ def measure(case: Case, copy: float, tune: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command_line.parser(
+        __doc__, "standard output, and to gpu_small.json in $OUT where that is set"
+    )
     parser.add_argument("--only", default="", help="parts of names to run, with commas")
     parser.add_argument("--tune", action="store_true", help="try other tiles and numbers of warps")
     arguments = parser.parse_args()

@@ -11,7 +11,6 @@ CPU. The limit is the copy: a page is read once and written once.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -20,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT / ".pythonpath")]
 os.environ.setdefault("PEER_SHAPE", "300,61,64,576")
 os.environ["PEER_CHECK_EVERY"] = "64"
 
+import command_line  # noqa: E402 - the path is set above
 from test_cuda_ipc_gpu import peers  # noqa: E402 - the path is set above
 from test_kvtransfer_nvshmem import job  # noqa: E402
 
@@ -63,11 +63,15 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line.parser(__doc__)
     parser.add_argument("--device", default="cuda:0", help='"fake": shared memory, to try this out')
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--pages", type=int, nargs="*", default=[1, 16, 256])
+    parser.add_argument("--rounds", type=int, default=20, help="ways taking turns")
+    parser.add_argument(
+        "--pages", type=int, nargs="*", default=[1, 16, 256], help="pages of a transfer"
+    )
     asked = parser.parse_args()
+    if asked.device != "fake":
+        command_line.need_device()
     with peers(asked.device, asked.device) as (sender, receiver):
         measure(sender, receiver, ("cuda_ipc", "tcp"), asked.pages, asked.rounds)
     if (reason := nvshmem.missing()) is not None:

@@ -11,7 +11,6 @@ rounds of its time divided by that of "none" in the same round. One thread, floa
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -26,7 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
+
+import command_line  # noqa: E402 - the path is set above
 
 from pdmesh.kernels import linear as linear_module  # noqa: E402 - the path is set above
 from pdmesh.launch.topology import shipped_model  # noqa: E402
@@ -190,7 +191,7 @@ def measure(bench: Bench, case: Case, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line.parser(__doc__, "standard output, and to --json FILE")
     parser.add_argument("--rounds", type=int, default=7, help="rounds, modes taking turns (7)")
     parser.add_argument("--context", type=int, default=1024, help="longest context (1024)")
     parser.add_argument("--model", type=Path, help="checkpoint directory (the shipped model)")

@@ -39,6 +39,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT / ".pythonpath")]
 
+import command_line  # noqa: E402 - the path is set above
 import grpc  # noqa: E402 - the path is set above
 import mesh_changes  # noqa: E402
 import meshes  # noqa: E402
@@ -228,14 +229,18 @@ def line(result: Replayed, simulated: route_replay.Result) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     add = parser.add_argument
     add("--trace", type=Path, default=DEFAULT, metavar="FILE", help=f"default: {DEFAULT.name}")
     add("--first", type=int, metavar="N", help="only the first N that are not too long")
     add("--longest", type=int, metavar="N", help="tokens of a prompt (default: what fits)")
-    add("--policies", nargs="+", default=list(POLICIES), choices=POLICY_NAMES)
+    add(
+        "--policies",
+        nargs="+",
+        default=list(POLICIES),
+        choices=POLICY_NAMES,
+        help="which to compare",
+    )
     add("--prefill", type=int, default=2, metavar="N", help="prefill workers (default: 2)")
     add("--decode", type=int, default=1, metavar="N", help="decode workers (default: 1)")
     add("--pages", type=int, default=2048, help="pages of each worker (default: 2048)")

@@ -10,7 +10,6 @@ the answer stood still at its source, each beside the duration of a decode step 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import shutil
@@ -20,8 +19,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT / ".pythonpath")]
 
+import command_line  # noqa: E402 - the path is set above
 import meshes  # noqa: E402 - the path is set above
 
 from pdmesh.launch.topology import shipped_model  # noqa: E402
@@ -111,7 +111,7 @@ async def measure(mesh: meshes.Mesh, context: int, count: int, others: int) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line.parser(__doc__)
     parser.add_argument("--context", type=int, default=4096, help="prompt tokens (default: 4096)")
     parser.add_argument("--moves", type=int, default=40, help="default: 40")
     parser.add_argument(

@@ -24,6 +24,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
+import command_line  # noqa: E402 - the path is set above
 from cpu_chat import QUESTIONS, encode  # noqa: E402 - the path is set above
 
 from pdmesh.decode.config import AUTO, MAX_DRAFTS  # noqa: E402
@@ -212,10 +213,12 @@ def drafts_of(text: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line.parser(__doc__)
     parser.add_argument("--tokens", type=int, default=64, help="new tokens an answer (64)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds, all taking turns (3)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], metavar="N")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="concurrent chats"
+    )
     parser.add_argument(
         "--drafts",
         type=drafts_of,
@@ -224,7 +227,9 @@ def main() -> int:
         metavar="K",
         help="0 to 4 or auto; the first is what the others are compared with (0 1 2 3 4 auto)",
     )
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7], metavar="T")
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", default=[0.0, 0.7], metavar="T", help="of sampling"
+    )
     parser.add_argument("--branches", type=int, default=1, help="likely tokens at depth 1 (1)")
     parser.add_argument("--singles", type=int, default=4, help="chats of small batches (4)")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (1)")

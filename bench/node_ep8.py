@@ -38,6 +38,7 @@ from typing import Any, get_args
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 
+import command_line  # noqa: E402 - the path is set above
 from node_plan import BATCHES, MODES, WIDTHS, grid, plan_node, product_shapes, usable  # noqa: E402
 from node_results import (  # noqa: E402
     bound_rows,
@@ -266,8 +267,8 @@ def dry() -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = command_line.parser(
+        __doc__, "standard output, and to files in $OUT (without $OUT: here)"
     )
     parser.add_argument("--budget-s", type=float, default=560.0, help="of the whole command")
     parser.add_argument("--layers", type=int, help="MoE layers (as many as fit)")
@@ -275,10 +276,22 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--experts", type=int, default=256, help="in all; 32 a GPU is the load of EP8 on fewer GPUs"
     )
-    parser.add_argument("--tp", type=int, nargs="+", default=list(WIDTHS))
-    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--modes", nargs="+", choices=get_args(Mode), default=list(MODES))
-    parser.add_argument("--routing", choices=("even", "gate"), default="even")
+    parser.add_argument(
+        "--tp", type=int, nargs="+", default=list(WIDTHS), help="GPUs that share attention heads"
+    )
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=list(BATCHES), help="sequences of a GPU"
+    )
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=get_args(Mode),
+        default=list(MODES),
+        help="schedules of a layer",
+    )
+    parser.add_argument(
+        "--routing", choices=("even", "gate"), default="even", help="how experts are chosen"
+    )
     parser.add_argument(
         "--warm", type=int, default=8, help="first cells whose kernels are compiled ahead (8)"
     )

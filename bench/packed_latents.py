@@ -12,14 +12,14 @@ median row), and how many rows have the same likeliest token.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
+import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
 from tokenizers import Tokenizer  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -71,10 +71,8 @@ def distance(got: Tensor, wanted: Tensor) -> float:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, default=shipped_model())
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--model", type=Path, default=shipped_model(), help="checkpoint directory")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer at most")
     args = parser.parse_args()
     reference, device = load_model(args.model), DeviceModel.load(args.model)

@@ -10,7 +10,6 @@ at once: each chunk projects all earlier latents again.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 import sys
@@ -22,7 +21,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
+
+import command_line  # noqa: E402 - the path is set above
 
 from pdmesh.launch.topology import shipped_model  # noqa: E402 - the path is set above
 from pdmesh.model.batch import Batch, Form, SequenceSlice  # noqa: E402
@@ -147,13 +148,31 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cached", type=numbers, default=[128, 512, 2048], metavar="P,P,...")
-    parser.add_argument("--new", type=numbers, default=[8, 16, 32, 64, 128, 192], metavar="C,C,...")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = command_line.parser(__doc__)
+    parser.add_argument(
+        "--cached",
+        type=numbers,
+        default=[128, 512, 2048],
+        metavar="P,P,...",
+        help="tokens of the prefix",
+    )
+    parser.add_argument(
+        "--new",
+        type=numbers,
+        default=[8, 16, 32, 64, 128, 192],
+        metavar="C,C,...",
+        help="tokens behind it",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="forms taking turns")
     parser.add_argument("--length", type=int, default=8192, help="tokens of the chunked prompt")
-    parser.add_argument("--chunks", type=numbers, default=[512, 1024, 2048], metavar="N,N,...")
-    parser.add_argument("--chunk-rounds", type=int, default=2)
+    parser.add_argument(
+        "--chunks",
+        type=numbers,
+        default=[512, 1024, 2048],
+        metavar="N,N,...",
+        help="tokens of a chunk",
+    )
+    parser.add_argument("--chunk-rounds", type=int, default=2, help="of the chunked prompt")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = load_model(shipped_model())

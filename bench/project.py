@@ -12,7 +12,6 @@ of what a mesh reaches with these kernels.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import sys
@@ -25,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench")]
 
 import bounds  # noqa: E402 - the path is set above
+import command_line  # noqa: E402 - the path is set above
 
 DATA = ROOT / "docs" / "data"
 ATTENTION = (
@@ -163,12 +163,19 @@ def all_rows(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = command_line.parser(__doc__)
+    parser.add_argument(
+        "--layer", type=Path, default=DATA / "h200_layer.json", help="JSON of gpu_layer.py"
     )
-    parser.add_argument("--layer", type=Path, default=DATA / "h200_layer.json")
-    parser.add_argument("--overlap", type=Path, default=DATA / "h200_overlap.json")
-    parser.add_argument("--communication", type=Path, default=DATA / "communication.csv")
+    parser.add_argument(
+        "--overlap", type=Path, default=DATA / "h200_overlap.json", help="JSON of gpu_overlap.py"
+    )
+    parser.add_argument(
+        "--communication",
+        type=Path,
+        default=DATA / "communication.csv",
+        help="CSV of published transfers",
+    )
     args = parser.parse_args()
     overlap = json.loads(args.overlap.read_text()) if args.overlap.exists() else None
     with args.communication.open() as file:

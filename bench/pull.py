@@ -10,7 +10,6 @@ first token of the pull over that of the computation, median and range over the 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import sys
@@ -21,7 +20,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
+
+import command_line  # noqa: E402 - the path is set above
 
 from pdmesh.kvcache.manager import KvManager  # noqa: E402 - the path is set above
 from pdmesh.kvcache.store import LatentStore  # noqa: E402
@@ -173,10 +174,14 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--prefixes", type=int, nargs="+", default=[256, 512, 896])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--arithmetic", choices=("fast", "exact"), default="fast")
+    parser = command_line.parser(__doc__)
+    parser.add_argument(
+        "--prefixes", type=int, nargs="+", default=[256, 512, 896], help="tokens of the first turn"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="ways taking turns")
+    parser.add_argument(
+        "--arithmetic", choices=("fast", "exact"), default="fast", help="of the mesh"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
 

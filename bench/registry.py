@@ -9,7 +9,6 @@ be compared; absolute times belong to the machine.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import secrets
@@ -19,13 +18,16 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / ".pythonpath"))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
-from pdmesh.registry.embedded import EmbeddedStore
-from pdmesh.registry.keeping import sweep
-from pdmesh.registry.layout import Layout, pack_group
-from pdmesh.registry.partitions import lookup_call
-from pdmesh.registry.store import PageCall, Store
+import command_line  # noqa: E402
+
+from pdmesh.registry.embedded import EmbeddedStore  # noqa: E402
+from pdmesh.registry.keeping import sweep  # noqa: E402
+from pdmesh.registry.layout import Layout, pack_group  # noqa: E402
+from pdmesh.registry.partitions import lookup_call  # noqa: E402
+from pdmesh.registry.store import PageCall, Store  # noqa: E402
 
 PROMPT = 128
 FENCED = 64_000
@@ -248,9 +250,9 @@ async def measure(url: str, pages: int, partitions: int) -> None:
 
 def main() -> None:
     """Reads the arguments, starts a server, measures."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pages", type=int, default=200_000)
-    parser.add_argument("--partitions", type=int, default=16)
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--pages", type=int, default=200_000, help="owned by workers")
+    parser.add_argument("--partitions", type=int, default=16, help="of the page lists")
     arguments = parser.parse_args()
     server = EmbeddedStore(max_memory_mb=4_096)
     try:

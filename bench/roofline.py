@@ -15,7 +15,6 @@ Operations and bytes are counted as in `bounds.py`. `tools/draw_roofline.py` dra
 
 from __future__ import annotations
 
-import argparse
 import csv
 import math
 import sys
@@ -27,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 
 import bounds  # noqa: E402 - the path is set above
+import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402
 from gpu_block import SCALE, Rank, State, padded_rows, random_weight  # noqa: E402
 from gpu_choices import steps  # noqa: E402
@@ -170,12 +170,12 @@ def attention() -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--csv", type=Path, required=True)
+    parser = command_line.parser(__doc__, "standard output, and to --csv FILE")
+    parser.add_argument("--csv", type=Path, required=True, help="file of the results")
     parser.add_argument("--warm", action="store_true", help="compile DeepGEMM's kernels first")
-    parser.add_argument("--only", nargs="*", default=["mla", "dense", "grouped"])
+    parser.add_argument(
+        "--only", nargs="*", default=["mla", "dense", "grouped"], help="families to measure"
+    )
     parser.add_argument("--without", nargs="*", default=[], help="parts of candidates' names")
     args = parser.parse_args()
     WITHOUT.extend(args.without)

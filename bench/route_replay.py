@@ -21,7 +21,6 @@ policy runs with several seeds of its ties; ``--check`` compares means within tw
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import math
@@ -37,7 +36,9 @@ from itertools import islice
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
+
+import command_line  # noqa: E402 - the path is set above
 
 from pdmesh.registry.index import PrefixIndex  # noqa: E402 - the path is set above
 from pdmesh.router.policies import POLICY_NAMES, Costs, Policy, make_policy  # noqa: E402
@@ -324,16 +325,30 @@ def shortfalls(results: Sequence[Result], exact: bool) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Replays request traces against simulated workers with the router's policies.",
-        epilog=f"policies: {', '.join((SHARED, *POLICY_NAMES))}",
-    )
+    parser = command_line.parser(__doc__, "standard output, and to --json FILE")
     add = parser.add_argument
-    add("--traces", type=Path, metavar="DIR", default=os.environ.get("PDMESH_TRACES"))
+    add(
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        default=os.environ.get("PDMESH_TRACES"),
+        help="folder of the traces; also $PDMESH_TRACES",
+    )
     add("--trace", action="append", metavar="FILE", help="in DIR or anywhere; may be repeated")
-    add("--blocks", nargs="+", default=["1000", "3000", "10000", "30000", "100000", "inf"])
-    add("--workers", nargs="+", type=int, default=[4, 8, 16])
-    add("--policies", nargs="+", default=list(POLICIES), choices=(SHARED, *POLICY_NAMES))
+    add(
+        "--blocks",
+        nargs="+",
+        default=["1000", "3000", "10000", "30000", "100000", "inf"],
+        help="cached blocks of a worker",
+    )
+    add("--workers", nargs="+", type=int, default=[4, 8, 16], help="numbers of workers")
+    add(
+        "--policies",
+        nargs="+",
+        default=list(POLICIES),
+        choices=(SHARED, *POLICY_NAMES),
+        help="which to compare",
+    )
     add("--first", type=int, metavar="N", help="the first N requests only")
     add("--ties", choices=("random", "first"), default="random", help="first: as the reference")
     add("--seed", type=int, default=0, help="of ties")

@@ -44,6 +44,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
+import command_line  # noqa: E402 - the path is set above
 import router_beside  # noqa: E402 - the path is set above
 import router_mesh as mesh  # noqa: E402
 from router_load import Load  # noqa: E402
@@ -306,9 +307,7 @@ def rows(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument(
         "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
     )
@@ -331,7 +330,7 @@ def main() -> None:
         default=[10, 2, 1, 0.5, 0],
         help="milliseconds from token to token of each stream (default: 10 2 1 0.5 0)",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and owners")
     parser.add_argument("--json", action="store_true", help="one object a line instead of text")
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(PARTS):

@@ -1,6 +1,6 @@
 """Time of one sampling step by kind of request, as a ratio to greedy rows of the same shape.
 
-    PYTHONPATH=.pythonpath .venv/bin/python -P bench/sampler.py [--rounds N] [--vocab 4096 129280]
+    .venv/bin/python -P bench/sampler.py [--rounds N] [--vocab 4096 129280]
 
 One thread. The kinds take turns within a round; printed are the median over rounds of the ratio
 (lowest, highest), and the greedy time. ``choices`` is what ``SamplingState.choice`` adds for the
@@ -10,20 +10,24 @@ logits.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from llguidance import LLMatcher
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
-import pdmesh.model.tiny
-from pdmesh.model.grammar import Grammar, Grammars
-from pdmesh.model.sampler import SamplingState, sample
-from pdmesh.wire.sampling import SamplingParams
+import command_line  # noqa: E402
+import torch  # noqa: E402
+from llguidance import LLMatcher  # noqa: E402
+
+import pdmesh.model.tiny  # noqa: E402
+from pdmesh.model.grammar import Grammar, Grammars  # noqa: E402
+from pdmesh.model.sampler import SamplingState, sample  # noqa: E402
+from pdmesh.wire.sampling import SamplingParams  # noqa: E402
 
 KINDS: dict[str, dict[str, object]] = {
     "greedy": {},
@@ -40,10 +44,12 @@ _SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "requir
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--vocab", type=int, nargs="+", default=[4096, 129280])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="kinds taking turns")
+    parser.add_argument(
+        "--vocab", type=int, nargs="+", default=[4096, 129280], help="numbers of logits"
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="rows of a step")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for vocab in options.vocab:

@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / ".pythonpath"))
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
+import command_line  # noqa: E402
 import torch  # noqa: E402
 
 from pdmesh.kvcache.store import LatentStore, copy_bytes  # noqa: E402
@@ -376,9 +377,11 @@ def python_cost(rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--pages", type=int, nargs="+", default=[1, 16, 256])
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="ways taking turns")
+    parser.add_argument(
+        "--pages", type=int, nargs="+", default=[1, 16, 256], help="pages of a transfer"
+    )
     parser.add_argument("--check-every", type=int, default=64, help="shm and nixl: checksums")
     parser.add_argument("--quick", action="store_true", help="1 and 16 pages, 2 rounds")
     parser.add_argument("--receive", nargs=3, help=argparse.SUPPRESS)
