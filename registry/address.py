@@ -120,6 +120,23 @@ def _check_files(options: Mapping[str, Any]) -> None:
         path = options.get(name)
         if path and not os.access(path, os.R_OK):
             raise ValueError(f"{name}: the file {path} cannot be read")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    authority, own = options.get("ssl_ca_certs"), options.get("ssl_certfile")
+    if authority:
+        try:
+            context.load_verify_locations(authority)
+        except ssl.SSLError:
+            raise ValueError(f"ssl_ca_certs: {authority} holds no certificate (PEM)") from None
+    if own:
+        key = options.get("ssl_keyfile")
+        try:  # without a password OpenSSL would ask the terminal for one
+            context.load_cert_chain(own, key, options.get("ssl_password") or "")
+        except ssl.SSLError:
+            where = f"{own} and {key} hold" if key else f"{own} holds"
+            raise ValueError(
+                f"ssl_certfile: {where} no certificate with its key (PEM, and the key's password "
+                "as ssl_password)"
+            ) from None
 
 
 def _reason(url: str, error: Exception) -> str:

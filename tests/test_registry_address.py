@@ -21,13 +21,25 @@ def test_credentials_database_and_timeouts_are_those_of_redis_py():
     assert "word" not in address.where
 
 
-def test_tls_and_its_options_go_through(tmp_path):
-    authority = tmp_path / "ca.pem"
-    authority.write_text("")
-    url = f"rediss://host?ssl_cert_reqs=none&ssl_ca_certs={authority}&ssl_check_hostname=false"
-    options = parse_address(url).options
+def test_tls_and_its_options_go_through():
+    options = parse_address("rediss://host?ssl_cert_reqs=none&ssl_check_hostname=false").options
     assert options["connection_class"] is SSLConnection
-    assert options["ssl_ca_certs"] == str(authority)
+    assert options["ssl_cert_reqs"] == "none"
+
+
+def test_a_file_that_holds_no_certificate_is_known_before_anything_connects(tmp_path):
+    file = tmp_path / "file.pem"
+    file.write_text("nothing of the kind")
+    for options, reason in (
+        (f"ssl_ca_certs={file}", f"ssl_ca_certs: {file} holds no certificate"),
+        (f"ssl_certfile={file}", f"ssl_certfile: {file} holds no certificate with its key"),
+        (
+            f"ssl_certfile={file}&ssl_keyfile={file}",
+            f"ssl_certfile: {file} and {file} hold no certificate with its key",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            check_url(f"rediss://host?{options}")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import pytest
 from child_path import python_path
 from store_rig import PASSWORD, Crowd, Proxy, record
 
+from pdmesh.registry.address import check_url
 from pdmesh.registry.client import RegistryView
 from pdmesh.registry.publisher import WorkerLease
 from pdmesh.registry.store import StoreUnavailable, check_store
@@ -114,6 +115,15 @@ async def test_a_mesh_lives_over_tls_that_asks_for_a_clients_certificate(tls, ce
     proxy = await tls(clients=True)
     own = {"ssl_certfile": certificates.path("me.pem"), "ssl_keyfile": certificates.path("me.key")}
     await works(url(proxy.port, ssl_ca_certs=certificates.path("ca.pem"), **own))
+
+
+def test_a_certificate_goes_through_with_its_own_key_alone(certificates):
+    ca, me = certificates.path("ca.pem"), certificates.path("me.pem")
+    options = {"ssl_ca_certs": ca, "ssl_certfile": me}
+    check_url(url(1, **options, ssl_keyfile=certificates.path("me.key")))
+    with pytest.raises(ConfigError, match="hold no certificate with its key") as refused:
+        check_url(url(1, **options, ssl_keyfile=certificates.path("other.key")))
+    assert "geheim" not in str(refused.value)
 
 
 async def test_a_mesh_lives_over_a_unix_socket(servers, tmp_path):
