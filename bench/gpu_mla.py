@@ -30,6 +30,9 @@ from pdmesh.kernels.triton import mla_decode  # noqa: E402
 
 PAGE, KV, LAYERS, MOST, SCALE = 64, 5000, 3, 128, 192**-0.5
 PER = -(-KV // PAGE)
+CASES = [(128, q, h) for h in (128, 64, 32, 16) for q in (2, 1, 4, 3)]
+CASES += [(b, 2, h) for h in (128, 16) for b in (64, 32, 8, 1)]
+"""Sequences, query rows of each, heads."""
 Call = Callable[[int], Tensor]
 
 
@@ -203,13 +206,11 @@ def main() -> None:
     parser.add_argument("--without", default="", help="no backends whose name has this")
     options = parser.parse_args()
     world = World()
-    cases = [(128, q, h) for h in (128, 64, 32, 16) for q in (2, 1, 4, 3)]
-    cases += [(b, 2, h) for h in (128, 16) for b in (64, 32, 8, 1)]
     names = ["batch", "q", "heads", "backend", "us", "tflops", "tb_s", "error", "error_unquantised"]
     with open(options.out / f"gpu_mla{options.only}.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
-        for batch, q, heads in cases:
+        for batch, q, heads in CASES:
             found = measure(Case(world, batch, q, heads), options.only, options.without)
             cells = [" ".join(str(v) for v in list(row.values())[3:]) for row in found]
             print(f"b{batch} q{q} h{heads}: " + " | ".join(cells), flush=True)

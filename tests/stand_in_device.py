@@ -365,6 +365,15 @@ def gpu_gemm():
     return bench.main
 
 
+def gpu_mla():
+    definitions()
+    import gpu_mla as bench
+
+    bench.KV, bench.PER, bench.MOST, bench.LAYERS = 70, 2, 4, 2
+    bench.CASES = [(4, 2, 4), (2, 1, 2)]
+    return bench.main
+
+
 def gpu_mla_prefill():
     definitions()
     import gpu_mla_prefill as bench

@@ -79,6 +79,15 @@ def test_the_products_of_heads(bench, tmp_path):
         assert len(list(csv.DictReader(file))) == 28
 
 
+def test_decode_attention_by_every_backend(bench, tmp_path):
+    said = bench("gpu_mla", "--out", tmp_path)
+    assert said.count("CUDA-656-one-between") == 2
+    with (tmp_path / "gpu_mla.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["us"]) > 0 for row in rows] == [True] * 14
+    assert all(float(row["error"]) < 1e-2 for row in rows)
+
+
 def test_prompt_attention_in_both_forms_and_in_chunks(bench):
     said = bench("gpu_mla_prefill")
     assert "256 tokens: MHA FlashInfer" in said
