@@ -24,6 +24,7 @@ import csv
 import os
 import statistics
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -223,18 +224,16 @@ def sweep(ranks: int) -> None:
         torch.cuda.empty_cache()
 
 
-def show(lines: list[dict[str, object]]) -> None:
-    """The table, and a CSV file of it."""
+def keep(lines: list[dict[str, object]]) -> None:
+    """A CSV file of what is known."""
     names = list(dict.fromkeys(name for line in lines for name in line))
     with (OUT / "ep.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(lines)
-    for line in lines:
-        print("  ".join(f"{name} {value}" for name, value in line.items()), flush=True)
 
 
-def main() -> None:
+def main() -> int:
     parser = command_line.parser(__doc__, "standard output and $OUT/ep.csv (without $OUT ./ep.csv)")
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=[2, 4, 8], help="sizes of the group"
@@ -256,15 +255,25 @@ def main() -> None:
     if asked.tune:
         sweep(asked.ranks[-1])
     lines: list[dict[str, object]] = []
+    failed = 0
     for ranks in asked.ranks:
         if ranks <= torch.cuda.device_count():
             lines += many_gpus(ranks, counts, asked.put, layout)
-        else:
-            for tokens in counts:
+            keep(lines)
+            continue
+        for tokens in counts:
+            try:
                 lines.append(one_gpu(ranks, tokens, layout))
-                torch.cuda.empty_cache()
-    show(lines)
+            except Exception:  # noqa: BLE001 - the other sizes are still of interest
+                failed += 1
+                print(f"{ranks} ranks, {tokens} tokens:", flush=True)
+                traceback.print_exc()
+                continue
+            print("  ".join(f"{name} {value}" for name, value in lines[-1].items()), flush=True)
+            keep(lines)
+            torch.cuda.empty_cache()
+    return int(failed > 0 or not lines)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,13 +19,12 @@ time of a layer is that of a graph of several layers, each with weights and page
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +37,9 @@ import torch  # noqa: E402
 from gpu_block import Block, Rank, State, Weights  # noqa: E402
 from gpu_choices import Step, Table, choose, steps  # noqa: E402
 from gpu_libraries import attention_reference  # noqa: E402
-from gpu_timing import (  # noqa: E402
-    Clocks,
-    Measured,
-    capture,
-    error,
-    kernel_gaps,
-    replay_times,
-    rested,
-    sustained,
-    timed,
-)
+from gpu_modes import MODES, whole_layer  # noqa: E402
+from gpu_timing import Clocks, Measured, error, timed  # noqa: E402
 from gpu_warm import compile_products, layer_jobs  # noqa: E402
-
-from pdmesh.kernels import deep_gemm_backend  # noqa: E402
 
 RANKS = {
     "ep128": Rank("EP128", 128),
@@ -68,7 +56,6 @@ ORDER = (*ATTENTION, "o_proj", "post_norm", "gate", *SHARED, *EXPERTS)
 DENSE_ORDER = ["dense_up", "dense_act", "dense_down"]
 COPIES = ("dispatch", "combine_send")
 AIM = {"ep128": 900.0, "ep8": 1120.0, "tp8": math.nan}
-MODES = ("in_line", "side", "side_66", "dependent")
 
 
 def usable(step: Step) -> Callable[..., Any]:
@@ -117,20 +104,6 @@ def note(blocks: Sequence[Block], *, dense: bool = False) -> None:
     torch.cuda.synchronize()
 
 
-def chain(blocks: Sequence[Block], side: torch.cuda.Stream | None) -> Callable[[], Any]:
-    """Layers one after another, as a model runs them."""
-    state = blocks[0].state
-    residual = state.residual.clone()
-
-    def run() -> Any:
-        x = state.x
-        for block in blocks:
-            x = block(x, residual, side)
-        return x
-
-    return run
-
-
 def layer_error(blocks: Sequence[Block], table: dict[str, Step]) -> float:
     """Of the whole layer beside one of definitions alone."""
     block = blocks[0]
@@ -141,52 +114,6 @@ def layer_error(blocks: Sequence[Block], table: dict[str, Step]) -> float:
         "mla": lambda *arguments: attention_reference(*arguments, first=block.rank.batch)
     }
     return error(got, plain(state.x, state.residual.clone()))
-
-
-def whole_layer(blocks: Sequence[Block], clocks: Clocks) -> dict[str, Any]:
-    """The layer in graphs: in line, with the shared expert beside, with dependent launches.
-
-    The fastest is also run with pauses, and for seconds without one.
-    """
-    found: dict[str, Any] = {}
-    graphs = {}
-    for name, side, sms in (
-        ("in_line", None, None),
-        ("side", torch.cuda.Stream(), None),
-        ("side_66", torch.cuda.Stream(), 66),
-        ("dependent", None, None),
-    ):
-        with library_settings(name == "dependent"):
-            for block in blocks:
-                block.shared_processors = sms
-            graphs[name] = capture(chain(blocks, side))
-        found[name] = statistics.median(replay_times(graphs[name], 20)) / len(blocks)
-    gaps = kernel_gaps(graphs["in_line"])
-    if gaps is not None:
-        found |= {key: value / len(blocks) for key, value in gaps.items()}
-        found["gap_share"] = 1 - gaps["busy"] / gaps["span"]
-    found["best"] = min(graphs, key=lambda name: found[name])
-    found["rested"] = rested(graphs[found["best"]]) / len(blocks)
-    taken, at = sustained(graphs[found["best"]], clocks)
-    found["sustained"], found["sustained_clocks"] = taken / len(blocks), at
-    return found
-
-
-@contextlib.contextmanager
-def library_settings(dependent: bool) -> Iterator[None]:
-    """With programmatic dependent launch: DeepGEMM's, and of what norms and rotation let begin."""
-    with contextlib.ExitStack() as stack:
-        if dependent:
-            with contextlib.suppress(ImportError):
-                from pdmesh.kernels.triton.launch import next_may_begin
-
-                stack.enter_context(next_may_begin())
-        if dependent and not deep_gemm_backend.unavailable():
-            import deep_gemm
-
-            deep_gemm.set_pdl(True)
-            stack.callback(deep_gemm.set_pdl, False)
-        yield
 
 
 def measure(
@@ -290,7 +217,7 @@ def measure_rest(table: dict[str, Step]) -> dict[str, float]:
     return {name: m.microseconds for name, m in chosen.items()} | {"head": logits}
 
 
-def main() -> None:
+def main() -> int:
     parser = command_line.parser(__doc__, "standard output, and to --json FILE")
     parser.add_argument(
         "--ranks", nargs="*", choices=RANKS, default=list(RANKS), help="sizes of the group"
@@ -319,21 +246,36 @@ def main() -> None:
         if args.json:
             args.json.write_text(json.dumps(found, indent=1) + "\n")
 
+    failed: dict[str, str] = {}
+
+    def part(name: str, work: Callable[[], dict[str, Any]]) -> None:
+        """A part of the file; what fails is said, and the others go on."""
+        try:
+            found[name] = work()
+        except Exception as failure:  # noqa: BLE001 - a library's own errors are of any type
+            traceback.print_exc()
+            failed[name] = f"{type(failure).__name__}: {str(failure)[:300]}"
+            found["failed"] = failed
+        torch.cuda.empty_cache()
+        save()
+
     with torch.inference_mode(), Clocks() as clocks:
+        if args.rest:  # first, since whatever is there of the others is of use with it
+            part("rest", lambda: measure_rest(steps(args.without)))
         for key in args.ranks:
             for form in args.latents:
                 packed = form == "fp8"
-                table = steps(args.without, packed)
-                found[key + LATENTS[form]] = measure(key, SETS[key], clocks, table, packed=packed)
-                del table
-                torch.cuda.empty_cache()
-                save()
-        if args.rest:
-            found["rest"] = measure_rest(steps(args.without))
+                part(
+                    key + LATENTS[form],
+                    lambda key=key, packed=packed: measure(  # type: ignore[misc]
+                        key, SETS[key], clocks, steps(args.without, packed), packed=packed
+                    ),
+                )
     found["clocks"] = clocks.summary()
     print("\nclocks (lowest, median, highest):", found["clocks"])
     save()
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,10 @@ def nearest(chosen: dict[int, dict[str, Any]], batch: int) -> dict[str, Any]:
 
 
 def measure(
-    batches: Sequence[int], layers: int, chosen: dict[int, dict[str, Any]]
+    batches: Sequence[int],
+    layers: int,
+    chosen: dict[int, dict[str, Any]],
+    save: Callable[[dict[int, dict[str, float]]], None],
 ) -> dict[int, dict[str, float]]:
     wire = Wire(2 * max(batches))
     weights = [Weights(Rank("EP128", 128, batch=1), 10 + n) for n in range(3)]
@@ -179,6 +182,7 @@ def measure(
         }
         cells = "  ".join(f"{mode} {took:7.1f}" for mode, took in found[batch].items())
         print(f"  batch {batch:4}  {cells}", flush=True)
+        save(found)
         del parts, whole
         torch.cuda.empty_cache()
     return found
@@ -211,17 +215,19 @@ def main() -> None:
     if args.warm:
         tokens = sorted({b * q for b in args.batches for q in (1, 2)})
         compile_products(layer_jobs(tokens, [(2, 4 * count) for count in tokens]), 12)
+
+    def save(rows: dict[int, dict[str, float]], **more: Any) -> None:
+        if args.json:
+            args.json.write_text(json.dumps({"us": rows, **more}, indent=1) + "\n")
+
     with torch.inference_mode(), Clocks() as clocks:
-        rows = measure(
-            args.batches, args.layers, {n: chosen_ops(n, args.without) for n in CHOSEN_AT}
-        )
+        chosen = {n: chosen_ops(n, args.without) for n in CHOSEN_AT}
+        rows = measure(args.batches, args.layers, chosen, save)
     gains = gain(rows, "microbatch", "dispatch_overlap")
     begins = crossover(gains)
     print("microbatch beside dispatch_overlap:", {b: f"{g:+.1%}" for b, g in gains.items()})
     print(f"pays from batch {begins} on; auto loses {auto_loss(rows, begins):.1%} at worst")
-    if args.json:
-        saved = {"us": rows, "gain": gains, "threshold": begins, "clocks": clocks.summary()}
-        args.json.write_text(json.dumps(saved, indent=1) + "\n")
+    save(rows, gain=gains, threshold=begins, clocks=clocks.summary())
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ def compile_attention() -> None:
     plan.plan(ends, ends, bounds.HEADS, (192, 128), SCALE)
 
 
-def main() -> None:
+def main() -> int:
     parser = command_line.parser(__doc__, "standard output, and to --json FILE")
     parser.add_argument(
         "--prompts", type=int, nargs="*", default=[4096, 16384], help="tokens of a prompt"
@@ -250,11 +251,17 @@ def main() -> None:
     args = parser.parse_args()
     if args.compile:
         compile_attention()
-        return
+        return 0
     found: dict[str, Any] = {}
+    failed: dict[str, str] = {}
     with torch.inference_mode(), Clocks() as clocks:
         for tokens in args.prompts:
-            found[str(tokens)] = measure(tokens, args.without)
+            try:
+                found[str(tokens)] = measure(tokens, args.without)
+            except Exception as failure:  # noqa: BLE001 - other prompts are still of interest
+                traceback.print_exc()
+                failed[str(tokens)] = f"{type(failure).__name__}: {str(failure)[:300]}"
+                found["failed"] = failed
             torch.cuda.empty_cache()
             if args.json:
                 args.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -262,7 +269,8 @@ def main() -> None:
     print("clocks:", found["clocks"])
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -96,7 +96,7 @@ def measure(case: Case, copy: float, tune: bool) -> dict[str, Any]:
         try:
             timed.append((graph_time(calls, repeat), more))
         except Exception as error:  # noqa: BLE001 - another variant may still do
-            print("  ", case.name, more, type(error).__name__, str(error)[:200])
+            print("  ", case.name, more, type(error).__name__, str(error)[:200], flush=True)
     for seconds, more in timed if tune else []:
         print(f"    {case.name:34} {seconds * 1e6:9.2f} us  {more}")
     seconds, best = min(timed, key=lambda pair: pair[0])
@@ -136,8 +136,8 @@ def main() -> None:
             flush=True,
         )
         torch.cuda.empty_cache()
-    if "OUT" in os.environ:
-        (Path(os.environ["OUT"]) / "gpu_small.json").write_text(json.dumps(rows, indent=1))
+        if "OUT" in os.environ:
+            (Path(os.environ["OUT"]) / "gpu_small.json").write_text(json.dumps(rows, indent=1))
     if any(not row["error"] <= row["limit"] for row in rows):
         sys.exit(1)
 

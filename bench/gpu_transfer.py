@@ -32,6 +32,8 @@ from pdmesh.kvtransfer import nvshmem  # noqa: E402
 SHAPE = [int(part) for part in os.environ["PEER_SHAPE"].split(",")]
 PAGE_BYTES = SHAPE[1] * SHAPE[2] * SHAPE[3] * 2
 WARM = 2
+MOST_PAGES = 1280
+"""In all rounds of one number of pages, if these are more than three: over TCP a GB takes long."""
 
 
 def measure(
@@ -42,9 +44,10 @@ def measure(
     to = {name: [pair for pair in receiver.ask("address") if pair[0] == name] for name in names}
     ways = [(name, how) for name in names for how in ("pages", "layers")]
     for count in counts:
+        turns = min(rounds, max(3, MOST_PAGES // count))
         times: dict[tuple[str, str], list[float]] = {way: [] for way in (*ways, ("copy", ""))}
         pages = list(range(count))
-        for number in range(rounds + WARM):
+        for number in range(turns + WARM):
             for name, how in ways:
                 lease = f"{name}-{how}-{count}-{number}"
                 receiver.ask("expect", lease_id=lease, pages=pages, first=0)

@@ -32,7 +32,7 @@ from pdmesh.kvtransfer.pull_exchange import PrefixExchange, tcp_transport  # noq
 from pdmesh.kvtransfer.receiver import TransferReceiver  # noqa: E402
 from pdmesh.launch.topology import shipped_model  # noqa: E402
 from pdmesh.model.deepseek import DeepseekV3  # noqa: E402
-from pdmesh.model.served import load_served_model  # noqa: E402
+from pdmesh.model.served import Placing, load_served_model  # noqa: E402
 from pdmesh.prefill.runner import PrefillRunner  # noqa: E402
 from pdmesh.prefill.scheduler import PrefillScheduler  # noqa: E402
 from pdmesh.prefill.work import PrefillLimits  # noqa: E402
@@ -83,7 +83,7 @@ class Bench:
             shipped_model(),
             "tiny",
             dtype="float32",
-            device="cpu",
+            placing=Placing(),
             mtp=True,
             page_size=64,
             arithmetic="exact" if arithmetic == "exact" else "fast",

@@ -1,5 +1,6 @@
 """What bench/ep.py counts and prints, on a CPU and without its clock."""
 
+import csv
 import importlib
 import itertools
 import sys
@@ -62,3 +63,26 @@ def test_prefill_sizes_are_what_the_contiguous_layout_is_run_with():
     assert shared.TOKENS["contiguous"] == [1024, 4096, 8192, 16384]
     # 1.1 x 131,072 choices, 2,172 for chance and 32 experts' blocks.
     assert size.capacity == 150528
+
+
+def test_a_size_that_fails_costs_no_other_and_what_is_known_is_in_the_file(
+    bench, monkeypatch, tmp_path, capsys
+):
+    def one_gpu(ranks, tokens, layout):
+        if tokens == 128:
+            raise RuntimeError("no room")
+        kept = (tmp_path / "ep.csv").read_text().count("one GPU") if tokens == 256 else 0
+        return {"ranks": ranks, "tokens": tokens, "where": "one GPU", "kept": kept}
+
+    monkeypatch.setattr(bench, "OUT", tmp_path)
+    monkeypatch.setattr(bench, "one_gpu", one_gpu)
+    monkeypatch.setattr(bench.torch.cuda, "device_count", lambda: 1)
+    words = ["ep.py", "--ranks", "2", "--tokens", "16", "128", "256"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert bench.main() == 1
+    with (tmp_path / "ep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["tokens"], row["kept"]) for row in rows] == [("16", "0"), ("256", "1")]
+    said = capsys.readouterr()
+    assert "2 ranks, 128 tokens" in said.out
+    assert "no room" in said.err

@@ -67,3 +67,22 @@ def test_the_first_operation_that_gives_what_is_not_finite_is_named(bench):
     assert first == "mla_decode, rope_append call 2 being the last one"
     assert vars(ops) == untouched
     assert model._pool == "a pool"
+
+
+def test_an_error_of_any_type_costs_its_own_measurement_and_no_other(bench, capsys):
+    result = bench.measured("prefill", 4, lambda: {"ms": 1 / 0})
+    assert result == {
+        "what": "prefill",
+        "batch": 4,
+        "error": "ZeroDivisionError: division by zero",
+    }
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_profiler_that_does_not_work_costs_no_times(bench, monkeypatch, capsys):
+    def broken(call):
+        raise RuntimeError("no permission")
+
+    monkeypatch.setattr(bench, "shares", broken)
+    bench.print_shares(lambda: None)
+    assert "no profile: RuntimeError: no permission" in capsys.readouterr().out

@@ -1,8 +1,10 @@
 """The layer of bench/gpu_layer.py over packed latents: its definitions, on a CPU."""
 
 import importlib
+import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,3 +77,64 @@ def test_a_random_pool_holds_unit_values_in_either_form(world):
     wide = unpack_latents(pool) if pool.dtype == torch.uint8 else pool.float()
     assert wide.shape == (4, 2, 64, 576)
     assert float(wide[:, 0].std()) == pytest.approx(1, abs=0.02)
+
+
+class Adds:
+    """A layer in one step, which in one of the modes reads too early."""
+
+    def __init__(self, early):
+        self.state = SimpleNamespace(x=torch.ones(2, 4), residual=torch.zeros(2, 4))
+        self.early, self.ops = early, {"add": lambda x: x + 1}
+
+    def __call__(self, x, residual, side):
+        residual += x
+        return self.ops["add"](residual) + float(self.early())
+
+
+class Recorded:
+    """A "graph" that computes again."""
+
+    def __init__(self, function):
+        self.function, self.kept = function, function()
+
+    def replay(self):
+        self.kept = self.function()
+
+
+@pytest.fixture
+def modes(bench, monkeypatch):
+    from pdmesh.kernels.triton.launch import lets_next_begin
+
+    found = importlib.import_module("gpu_modes")
+    recorded = []
+
+    def capture(function):
+        recorded.append(Recorded(function))
+        if lets_next_begin():  # a graph keeps how its launches were made
+            recorded[-1].function = lambda: function() + 1
+        return recorded[-1]
+
+    monkeypatch.setattr(found, "capture", capture)
+    monkeypatch.setattr(found, "replay_times", lambda graph, _: [1.0 + recorded.index(graph)])
+    monkeypatch.setattr(found, "kernel_gaps", lambda graph: None)
+    monkeypatch.setattr(found, "rested", lambda graph: 1.0)
+    monkeypatch.setattr(found, "sustained", lambda graph, clocks: (1.0, {}))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return found
+
+
+def test_a_mode_whose_launches_read_too_early_has_no_time(modes, capsys):
+    layer = modes.whole_layer([Adds(lambda: False)], None)
+    assert layer["in_line"] < layer["side"] < layer["side_66"]
+    assert layer["best"] == "in_line"
+    assert math.isnan(layer["dependent"])
+    assert layer["unlike"]["dependent"] > 0.1
+    assert layer["unlike"]["side"] == 0
+    assert "dependent: wrong by" in capsys.readouterr().out
+
+
+def test_layers_in_line_that_read_too_early_are_an_error(modes):
+    once = iter([False])
+    with pytest.raises(RuntimeError, match="unlike launches that wait"):
+        modes.whole_layer([Adds(lambda: next(once, True))], None)

@@ -19,6 +19,7 @@ if torch.cuda.is_available():
     pytest.skip("there is a device to run them on", allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parent.parent
+NO_TILE = "ValueError: ['no such tile of this shape']"
 CLOCKS = '#!/bin/sh\nwhile :; do echo "1980, 3201, 600.1, 60"; sleep 0.05; done\n'
 
 
@@ -46,8 +47,9 @@ def bench(tmp_path):
             check=False,
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-        # The interpreter has no launches that depend on each other.
-        lines = [x for x in done.stdout.splitlines() if "Error" in x and "'chained':" not in x]
+        # The interpreter has no launches that depend on each other, few shapes have untimed tiles.
+        lines = done.stdout.replace(NO_TILE, "").splitlines()
+        lines = [x for x in lines if "Error" in x and "'chained':" not in x]
         assert not lines, lines
         assert "failed:" not in done.stdout, done.stdout[-3000:]
         return done.stdout
@@ -74,7 +76,16 @@ def test_tiles_are_searched(bench, tmp_path):
 def test_the_products_of_heads(bench, tmp_path):
     bench("gpu_gemm", "--only", "heads", "--rows", 64)
     with (tmp_path / "gemm.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == 16
+        assert len(list(csv.DictReader(file))) == 28
+
+
+def test_decode_attention_by_every_backend(bench, tmp_path):
+    said = bench("gpu_mla", "--out", tmp_path)
+    assert said.count("CUDA-656-one-between") == 2
+    with (tmp_path / "gpu_mla.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["us"]) > 0 for row in rows] == [True] * 14
+    assert all(float(row["error"]) < 1e-2 for row in rows)
 
 
 def test_prompt_attention_in_both_forms_and_in_chunks(bench):
@@ -91,7 +102,10 @@ def test_a_layer_and_what_the_whole_model_makes_of_it(bench, tmp_path):
         *("--latents", "plain", "fp8", "--json", found),
     )
     keys = {"ep128", "ep128_fp8", "tp8", "tp8_fp8", "rest"}
-    assert keys <= set(json.loads(found.read_text()))
+    rows = json.loads(found.read_text())
+    assert keys <= set(rows)
+    assert "failed" not in rows
+    assert set(rows["tp8"]["layer"]["unlike"].values()) == {0.0}
     done = subprocess.run(
         [sys.executable, "-P", str(ROOT / "bench" / "project.py"), "--layer", str(found)],
         capture_output=True,

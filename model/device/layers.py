@@ -12,6 +12,7 @@ from torch import Tensor
 from pdmesh.kernels.backends import Backends
 from pdmesh.kernels.latent_attention import absorbed_attention
 from pdmesh.kernels.latent_rows import read_latents
+from pdmesh.kernels.linear import bmm
 from pdmesh.kernels.quantised import BlockWeight, Rows
 from pdmesh.kernels.rope import RopeTable
 from pdmesh.kernels.routing import Routing, contiguous_capacity
@@ -238,7 +239,7 @@ class Layers:
         if isinstance(k_b, BlockWeight):
             absorbed: Tensor = self.ops.absorb_query(query, k_b, rotated, 1.0)
             return absorbed
-        latent = torch.bmm(query.transpose(0, 1), k_b).transpose(0, 1)
+        latent = bmm(query.transpose(0, 1), k_b).transpose(0, 1)
         return torch.cat([latent, rotated], dim=-1)
 
     def _project(self, seen: Tensor, v_b: BlockWeight | Tensor) -> Rows:
@@ -246,7 +247,7 @@ class Layers:
         if isinstance(v_b, BlockWeight):
             rows: Rows = self.ops.project_values_quantise(seen, v_b)
             return rows
-        values = torch.bmm(seen.transpose(0, 1), v_b.transpose(1, 2)).transpose(0, 1)
+        values = bmm(seen.transpose(0, 1), v_b.transpose(1, 2)).transpose(0, 1)
         quantised: Rows = self.ops.quantise_rows(values.flatten(1))
         return quantised
 
