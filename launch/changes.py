@@ -12,6 +12,7 @@ from typing import cast
 from pdmesh.launch.crew import Crew, say
 from pdmesh.launch.processes import Child, WorkerRole
 from pdmesh.launch.scaling import plan_restart, plan_scale, role_of
+from pdmesh.registry.store import end_task
 from pdmesh.wire.control import Progress, RestartRequest, ScaleRequest
 from pdmesh.wire.errors import ConfigError, InternalError, PdmeshError, Unavailable
 
@@ -70,8 +71,7 @@ class Changes:
     async def close(self) -> None:
         """Gives up the change under way."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+            await end_task(self._task)
 
     # ---- one change -----------------------------------------------------------------------
 

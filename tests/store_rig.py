@@ -268,6 +268,8 @@ class Crowd:
         view = RegistryView(self.url, self.mesh, grace_s=30.0)
         self.views.append(view)
         await view.start()
+        names = sorted(self.churns)
+        await until(lambda: [r.worker_id for r in view.workers()] == names, "all are known")
         return view
 
     async def _work(self) -> None:

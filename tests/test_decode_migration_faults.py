@@ -140,8 +140,9 @@ async def test_a_target_of_other_pages_is_refused_with_both_named():
         assert "decode1 (here) and decode (there) differ: weights" in answer.decisions[0]
 
 
-async def test_a_target_that_nobody_continues_gives_its_pages_back():
-    async with rig(**OPTIONS, lease_idle_s=0.3) as mesh:
+async def test_a_target_that_nobody_continues_gives_its_pages_back(monkeypatch):
+    monkeypatch.setattr("pdmesh.decode.adoption.IDLE_S", 2.0)
+    async with rig(**OPTIONS) as mesh:
         answer, running = await frozen(mesh)
         await until(lambda: mesh.decodes[1].worker.leases == 0)
         answer.decide = True

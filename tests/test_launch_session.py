@@ -3,10 +3,16 @@
 import asyncio
 import contextlib
 import signal
+from types import SimpleNamespace
 
 import pytest
 
+from pdmesh.launch.changes import Changes
 from pdmesh.launch.up import _Session
+from pdmesh.wire.control import ScaleRequest
+from pdmesh.wire.errors import Unavailable
+
+PATIENCE = 60
 
 
 class Stubborn:
@@ -51,5 +57,43 @@ async def test_a_signal_ends_a_mesh_whose_first_cancellation_is_swallowed(busy):
     running = asyncio.ensure_future(session.run())
     await supervisor.reached.wait()
     session._on_signal(signal.SIGINT)()
-    assert await asyncio.wait_for(running, 30) == 0
+    assert await asyncio.wait_for(running, PATIENCE) == 0
     assert supervisor.stopped_during == set(), "processes are ended while something starts them"
+
+
+class StubbornCrew:
+    """A crew whose new worker never gets ready; the first cancellation is taken no notice of."""
+
+    group_sizes = {}
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+
+    def workers(self) -> dict:
+        return {}
+
+    def add(self, role: str, name: str, after: str) -> SimpleNamespace:
+        return SimpleNamespace(spec=SimpleNamespace(name=f"{role}-0"))
+
+    async def until_ready(self, child) -> None:
+        self.reached.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+
+async def test_a_change_whose_first_cancellation_is_swallowed_is_given_up_too():
+    crew = StubbornCrew()
+    changes = Changes(crew)
+    told = []
+
+    async def ask() -> None:
+        async for progress in changes.scale(ScaleRequest(decode=1)):
+            told.append(progress.text)
+
+    asking = asyncio.ensure_future(ask())
+    await asyncio.wait_for(crew.reached.wait(), PATIENCE)
+    await asyncio.wait_for(changes.close(), PATIENCE)
+    with pytest.raises(Unavailable, match="the mesh is stopping"):
+        await asyncio.wait_for(asking, PATIENCE)
+    assert told == ["scaling to decode=1", "decode-0 starting"]

@@ -59,7 +59,7 @@ class Mesh:
     def instances(self) -> list[str]:
         return [worker.instance for worker in self.view.workers()]
 
-    async def claim(self, instance: str, ttl_ms: int = 300) -> bytes:
+    async def claim(self, instance: str, ttl_ms: int = 60_000) -> bytes:
         """Asks for the name decode-0 without taking it from anybody alive."""
         own = encode(record("decode-0", instance))
         rest = (ttl_ms, "ready", 0, "candidate", LAYOUT.name, 0)
@@ -220,9 +220,7 @@ async def test_a_claim_whose_owner_died_between_any_two_commands_ends_with_its_l
         await lease.ready()
         lease.publish(chain("its", 3))
         await until(lambda: any(task.done() for task in lease._tasks), "it dies")
-    for task in lease._tasks:
-        task.cancel()
-    await asyncio.gather(*lease._tasks, return_exceptions=True)
+    await lease.stop()
     assert store.sent >= lives
     await Store.close(store)
 
@@ -235,18 +233,16 @@ async def test_a_claim_whose_owner_died_between_any_two_commands_ends_with_its_l
 
 
 async def test_of_many_that_claim_a_name_at_once_one_has_it(mesh):
-    answers = await asyncio.gather(*(mesh.claim(f"i{i}", 60_000) for i in range(20)))
+    answers = await asyncio.gather(*(mesh.claim(f"i{i}") for i in range(20)))
     assert sorted(answers) == [b"OK"] + [b"TAKEN"] * 19
 
 
 async def test_a_worker_that_slept_past_its_lease_neither_renews_nor_releases_the_next_ones(mesh):
     first = await mesh.worker(ttl_s=0.3)
-    for task in first._tasks:
-        task.cancel()  # it sleeps
-    await asyncio.gather(*first._tasks, return_exceptions=True)
+    await first.stop()  # it sleeps
 
     async def claimed() -> bool:
-        return await mesh.claim("second", 60_000) == b"OK"
+        return await mesh.claim("second") == b"OK"
 
     await until(claimed, "its lease ends")
     for name, rest in (("renew", (300,)), ("set_state", (300, "draining")), ("deregister", ())):

@@ -220,7 +220,7 @@ async def test_epochs_rise_also_across_a_loss_of_all_data(store):
     assert int(after) > int(before)
 
 
-async def until(condition, what: str, tries: int = 500):
+async def until(condition, what: str, tries: int = 3000):
     """Asks again and again; only a failure takes long."""
     for _ in range(tries):
         if await condition():

@@ -132,6 +132,11 @@ async def test_a_mesh_lives_over_a_unix_socket(servers, tmp_path):
     await works(f"unix://:{PASSWORD}@{path}")
 
 
+@pytest.fixture(autouse=True)
+def _patient_router(monkeypatch):
+    monkeypatch.setattr("pdmesh.registry.client._FIRST_SNAPSHOT_S", 60.0)
+
+
 async def refusal(address: str) -> str:
     """What a worker, a router and a command say instead of beginning; they say the same."""
     said: list[str] = []

@@ -268,7 +268,7 @@ async def test_a_source_that_refuses_the_offer_goes_on(tmp_path, error):
 
 
 async def test_an_offer_that_is_not_answered_is_made_again_and_then_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("pdmesh.router.clients.MIGRATE_TIMEOUT", 0.1)
+    monkeypatch.setattr("pdmesh.router.clients.MIGRATE_TIMEOUT", 1.0)
     async with moving_mesh(tmp_path) as moving:
         source = moving.decode[0]
         reached = source.wait_in("Migrate")

@@ -124,12 +124,13 @@ async def test_one_full_queue_leads_to_the_next_worker(tmp_path):
         assert (await chat).reason == "length"
 
 
-async def test_the_wait_ends_before_the_deadline_with_the_reason(tmp_path):
+async def test_the_wait_ends_before_the_deadline_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr("pdmesh.router.run.WAIT_GRACE", 60.0)
     async with fakes.mesh(tmp_path, decode=1) as mesh:
         fill(mesh)
-        error = await mesh.error(fakes.ask(max_tokens=3), timeout=1.3)
+        error = await mesh.error(fakes.ask(max_tokens=3), timeout=61)
         assert error.code() is EXHAUSTED
-        error = await mesh.error(fakes.ask(max_tokens=3), timeout=0.8)  # no time to wait at all
+        error = await mesh.error(fakes.ask(max_tokens=3), timeout=50)  # no time to wait at all
         assert error.code() is EXHAUSTED
         assert mesh.decode[0].seen(ReserveRequest)[-1].wait_ms == 0
         await mesh.at_rest()

@@ -7,6 +7,7 @@ from pathlib import Path
 import llguidance
 import pytest
 
+from pdmesh.text import grammar_trial
 from pdmesh.text.grammar import (
     MAX_NESTING,
     MAX_SOURCE,
@@ -18,6 +19,7 @@ from pdmesh.text.grammar import (
 from pdmesh.text.grammar_trial import GrammarTrial
 from pdmesh.wire.errors import InvalidRequest
 
+PATIENCE = 60.0
 MODEL_PATH = Path(__file__).resolve().parent.parent / "model" / "tiny"
 TOKENIZER = llguidance.LLTokenizer(str(MODEL_PATH / "tokenizer.json"))
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
@@ -123,7 +125,7 @@ async def test_an_unusable_grammar_is_one_sentence_with_its_reason(trial, gramma
 
 @pytest.fixture
 async def trial():
-    trial = GrammarTrial(MODEL_PATH)
+    trial = GrammarTrial(MODEL_PATH, limit_s=PATIENCE)
     yield trial
     await trial.close()
 
@@ -133,9 +135,36 @@ async def test_a_grammar_that_never_ends_is_stopped_and_the_next_one_is_fine():
     for _ in range(2):  # the second time it is known
         with pytest.raises(InvalidRequest, match="it takes more than 1 s to compile"):
             await trial.check(lark_grammar(NEVER_ENDS))
-    trial = GrammarTrial(MODEL_PATH)
+    trial = GrammarTrial(MODEL_PATH, limit_s=PATIENCE)
     await trial.check(regex_grammar("a+"))
     await trial.close()
+
+
+async def test_the_time_in_which_the_child_starts_is_not_the_grammars(monkeypatch):
+    trial = GrammarTrial(MODEL_PATH, limit_s=20.0)
+    loop, start, late = asyncio.get_running_loop(), asyncio.create_subprocess_exec, [0.0]
+    now = loop.time
+
+    async def slowly(*command, **options):
+        child = await start(*command, **options)
+        late[0] = 30.0
+        return child
+
+    monkeypatch.setattr(loop, "time", lambda: now() + late[0])
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slowly)
+    await trial.check(regex_grammar("a+"))
+    assert late == [30.0]
+    await trial.close()
+
+
+async def test_a_compiler_that_does_not_start_is_one_sentence_and_is_started_again(
+    trial, monkeypatch
+):
+    monkeypatch.setattr(grammar_trial, "START_S", 0.0)
+    with pytest.raises(InvalidRequest, match="its compiler does not start within 0 s"):
+        await trial.check(regex_grammar("a+"))
+    monkeypatch.undo()
+    await trial.check(regex_grammar("a+"))
 
 
 async def test_the_event_loop_runs_on_while_a_grammar_is_tried():

@@ -392,7 +392,7 @@ async def test_closing_a_stream_cancels_it_at_the_peer():
     stream = client.stream("Endless", Empty(), TokenChunk)
     assert (await anext(stream)).position == 0
     await stream.aclose()
-    await asyncio.wait_for(ended.wait(), 10)
+    await asyncio.wait_for(ended.wait(), 60)
     await client.close()
     await server.stop(None)
 

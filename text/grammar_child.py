@@ -1,8 +1,8 @@
 """Compiles grammars for ``GrammarTrial``; a program of its own, so that it can be killed.
 
-Run by path with the checkpoint's tokenizer.json as its argument. Reads grammars from standard
-input (four bytes of length, big-endian, then UTF-8); answers each with a line of JSON: the reason
-why it cannot be used, or "".
+Run by path with the checkpoint's tokenizer.json as its argument. Writes an empty line when it is
+ready. Reads grammars from standard input (four bytes of length, big-endian, then UTF-8); answers
+each with a line of JSON: the reason why it cannot be used, or "".
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ MAX_MEMORY = 4 << 30
 
 def serve(tokenizer: llguidance.LLTokenizer, source: BinaryIO, out: BinaryIO) -> None:
     """Answers until the input ends."""
+    out.write(b"\n")
+    out.flush()
     while len(head := source.read(4)) == 4:
         grammar = source.read(int.from_bytes(head, "big")).decode()
         out.write(json.dumps(fault(tokenizer, grammar)[:2000]).encode() + b"\n")

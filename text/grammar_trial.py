@@ -15,6 +15,8 @@ from pdmesh.wire.errors import InvalidRequest
 
 KEPT = 256
 """Grammars that are known to be good, or not to be."""
+START_S = 60.0
+"""Seconds for the child to start, which is no fault of a grammar."""
 
 
 class GrammarTrial:
@@ -59,8 +61,9 @@ class GrammarTrial:
     async def _try(self, grammar: str) -> InvalidRequest | None:
         done = False
         try:
+            child = await self._started()
             async with asyncio.timeout(self._limit_s):
-                reason = await self._ask(grammar)
+                reason = await _ask(child, grammar)
             done = True
             return unusable(reason) if reason else None
         except TimeoutError:
@@ -71,20 +74,29 @@ class GrammarTrial:
             if not done:
                 await asyncio.shield(self.close())
 
-    async def _ask(self, grammar: str) -> str:
+    async def _started(self) -> Process:
         if self._child is None:
-            self._child = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                grammar_child.__file__,
-                str(self._tokenizer),
-                stdin=PIPE,
-                stdout=PIPE,
-            )
-        child = self._child
-        assert child.stdin is not None
-        assert child.stdout is not None
-        data = grammar.encode()
-        child.stdin.write(len(data).to_bytes(4, "big") + data)
-        await child.stdin.drain()
-        return str(json.loads(await child.stdout.readuntil(b"\n")))
+            try:
+                async with asyncio.timeout(START_S):
+                    self._child = await asyncio.create_subprocess_exec(
+                        sys.executable,
+                        "-P",
+                        grammar_child.__file__,
+                        str(self._tokenizer),
+                        stdin=PIPE,
+                        stdout=PIPE,
+                    )
+                    assert self._child.stdout is not None
+                    await self._child.stdout.readuntil(b"\n")
+            except TimeoutError:
+                raise unusable(f"its compiler does not start within {START_S:g} s") from None
+        return self._child
+
+
+async def _ask(child: Process, grammar: str) -> str:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    data = grammar.encode()
+    child.stdin.write(len(data).to_bytes(4, "big") + data)
+    await child.stdin.drain()
+    return str(json.loads(await child.stdout.readuntil(b"\n")))
