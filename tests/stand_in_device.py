@@ -217,8 +217,9 @@ def definitions(triton=True):
         for name, definition in vars(where).items():
             if inspect.isfunction(definition) and callable(vars(module).get(name)):
                 setattr(module, name, by_definition(definition))
-        if hasattr(module, "unavailable") and module is not deep_gemm_backend:
+        if hasattr(module, "unavailable"):
             module.unavailable = lambda: None
+    deep_gemm_backend.unavailable = lambda: "its settings are a device's"
     cuda_gemm.clusters = lambda tile: 8
     flash_mla_backend.unavailable = flashinfer_backend.unavailable = lambda: None
     flash_mla_backend.Plan, flashinfer_backend.Decode = FlashMla, FlashInferDecode
