@@ -186,7 +186,8 @@ class TransferReceiver:
         with self._lock:
             arrival = self._require(lease_id)
         try:
-            await asyncio.wait_for(asyncio.wrap_future(arrival.outcome), timeout)
+            async with asyncio.timeout(timeout):
+                await asyncio.wrap_future(arrival.outcome)
         except TimeoutError:
             raise TransferFailed(
                 f"lease {lease_id}: {arrival.state.num_arrived} of {arrival.state.expected} writes"

@@ -109,9 +109,10 @@ class RegistryView:
 
     async def close(self) -> None:
         """Stops following and closes the connections."""
-        for task in (self._task, self._keeping):
-            if task is not None:
-                await end_task(task)
+        if self._task is not None:
+            await end_task(self._task)
+        if self._keeping is not None:  # looked up now: the task above may have begun it last
+            await end_task(self._keeping)
         for lookup in list(self._lookups):
             lookup.cancel()
         await asyncio.gather(*self._lookups, return_exceptions=True)

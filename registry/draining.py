@@ -114,7 +114,8 @@ class Drain:
         """Tells the routers, if the store answers within ``TELL_S``."""
         self._life.state = "draining"
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._lease.drain(), TELL_S)
+            async with asyncio.timeout(TELL_S):
+                await self._lease.drain()
 
     async def close(self) -> None:
         """Stops looking."""

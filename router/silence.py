@@ -75,6 +75,7 @@ class Watched(Generic[T]):
                 await asyncio.wait({task})
                 if not task.cancelled():
                     task.exception()  # looked at; nobody wants it any more
+        self._timer.cancel()  # which an answer that came meanwhile has set again
         await self._items.aclose()
 
     async def _one(self) -> T:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
+from pdmesh.registry.store import end_task
 from pdmesh.router.booking import Booking
 from pdmesh.router.clients import WorkerClients
 from pdmesh.router.expected import Arrivals, Expectations
@@ -294,11 +295,9 @@ class MeshView:
 
     async def close(self) -> None:
         """Stops polling."""
-        tasks = [
-            *self._polling.values(),
-            *self._probes.values(),
-            *([self._task] if self._task else []),
-        ]
+        if self._task is not None:  # before what it may still begin
+            await end_task(self._task)
+        tasks = [*self._polling.values(), *self._probes.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import dataclass
 
@@ -570,3 +571,21 @@ def test_the_random_schedules_do_install_pages_when_nothing_goes_wrong(one_sided
         schedule.act(number)
     assert schedule.installed == 1
     schedule.finish()
+
+
+async def test_a_wait_that_is_cancelled_as_the_pages_arrive_is_cancelled():
+    for turns in range(8):
+        rig, listener = manual()
+        transfer = rig.sender.open(rig.lease())
+        rig.push_all(transfer)
+        transfer.start_finish(fin_of(transfer))
+        waiting = asyncio.ensure_future(rig.receiver.wait("a", PATIENCE))
+        await asyncio.sleep(0)
+        listener.run_until_idle()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        over = waiting.done()
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        assert waiting.cancelled() or over, f"{turns} turns of the loop later it goes on"
+        settle(rig, listener)

@@ -14,7 +14,7 @@ from pdmesh.registry.client import RegistryView
 from pdmesh.registry.embedded import EmbeddedStore
 from pdmesh.registry.feed import read_position
 from pdmesh.registry.publisher import WorkerLease
-from pdmesh.registry.store import PageCall, Store, StoreUnavailable, read_members
+from pdmesh.registry.store import PageCall, Store, StoreUnavailable, end_task, read_members
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import SEGMENT_PAGES, OwnedPage, PageFormat, placed
 from pdmesh.wire.messages import PROTOCOL_VERSION, WorkerRecord
@@ -479,6 +479,22 @@ async def test_a_store_that_hangs_is_a_store_that_is_away(world):
     assert not lease.connected
     os.kill(world.server.pid, signal.SIGCONT)
     await until(lambda: names(view) == ["decode-0"] and lease.connected, "both go on")
+
+
+async def test_what_a_view_began_last_ends_before_its_connections_are_closed(world):
+    view = await world.view()
+    await end_task(view._task)
+
+    async def follow():
+        try:
+            await asyncio.Event().wait()
+        finally:  # as where the store's answer came together with the end
+            view._keeping = asyncio.ensure_future(asyncio.Event().wait())
+
+    view._task = asyncio.ensure_future(follow())
+    await asyncio.sleep(0)
+    await view.close()
+    assert view._keeping.cancelled()
 
 
 @pytest.mark.parametrize("url", ["foo://x", "redis://127.0.0.1:port", "127.0.0.1:6379", ""])

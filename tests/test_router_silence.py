@@ -1,6 +1,7 @@
 """A watched stream passes items on, and ends when worker and stream are silent together."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
@@ -150,3 +151,23 @@ async def test_closing_in_the_middle_leaves_no_task_behind(opened):
     await watched.aclose()
     assert worker.closed
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_nobody_is_asked_any_more_once_a_stream_is_closed():
+    """Also where the question was answered just as it was given up."""
+    asked = asyncio.Event()
+
+    async def answered():
+        asked.set()
+        with suppress(asyncio.CancelledError):  # as a call may that has its answer already
+            await asyncio.Event().wait()
+        return True
+
+    worker = Worker(answered)
+    watched = worker.watched()
+    waiting = asyncio.ensure_future(watched.next())
+    await asked.wait()
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    await watched.aclose()
+    assert watched._timer.cancelled()

@@ -1,6 +1,8 @@
 """What the policy is shown of the mesh."""
 
+import asyncio
 import random
+from contextlib import suppress
 
 from msgspec.structs import replace
 from router_fakes import FORMAT, FakeDecode, FakePrefill, FakeRegistry
@@ -114,3 +116,18 @@ def test_only_workers_that_hold_more_than_the_chosen_one_are_named_as_sources():
     assert source.instance == records["prefill-1"].instance
     assert view.sources(PROMPT, records["prefill-1"]) == ()
     assert len(view.sources(PROMPT, records["decode-2"])) == 3, "three are enough"
+
+
+async def test_polling_ends_though_a_round_takes_no_notice_of_that_at_first():
+    view, begun = view_of(registry_of()), asyncio.Event()
+
+    async def changed():
+        if not begun.is_set():
+            begun.set()
+            with suppress(asyncio.CancelledError):  # as a wait of Python 3.11 may, once
+                await asyncio.Event().wait()
+
+    await view.start(0.001, changed)
+    await begun.wait()
+    await asyncio.wait_for(view.close(), 60)
+    assert not view._polling
