@@ -84,7 +84,7 @@ class StubbornCrew:
 
 async def test_a_change_whose_first_cancellation_is_swallowed_is_given_up_too():
     crew = StubbornCrew()
-    changes = Changes(crew)
+    changes = Changes(crew, lambda: None)
     told = []
 
     async def ask() -> None:
