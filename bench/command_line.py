@@ -6,6 +6,7 @@ Import it before anything that may not be installed.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -33,6 +34,20 @@ def parser(text: str | None, output: str = "standard output") -> Parser:
     """Of a benchmark whose module says ``text``, and whose results go to ``output``."""
     raw = argparse.RawDescriptionHelpFormatter
     return Parser(description=text, epilog=f"Results go to {output}.", formatter_class=raw)
+
+
+def add_traces(to: argparse.ArgumentParser) -> None:
+    """``--traces`` and ``--trace``: which recorded request traces are played."""
+    to.add_argument(
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        default=os.environ.get("PDMESH_TRACES"),
+        help="folder of the traces; also $PDMESH_TRACES",
+    )
+    to.add_argument(
+        "--trace", action="append", metavar="FILE", help="in DIR or anywhere; may be repeated"
+    )
 
 
 def _shown(default: object) -> str:

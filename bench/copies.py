@@ -16,7 +16,6 @@ been said to have a copy, and of these the share that had none any more.
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from collections.abc import Sequence
@@ -168,15 +167,8 @@ def replay(trace: Trace, blocks: int, prefill: int, decode: int, copies: bool, s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser(__doc__)
+    command_line.add_traces(parser)
     add = parser.add_argument
-    add(
-        "--traces",
-        type=Path,
-        metavar="DIR",
-        default=os.environ.get("PDMESH_TRACES"),
-        help="folder of the traces; also $PDMESH_TRACES",
-    )
-    add("--trace", action="append", metavar="FILE", help="in DIR or anywhere; may be repeated")
     add("--blocks", nargs="+", type=int, default=[10_000], help="of each role")
     add("--mesh", nargs="+", default=["4x4", "8x16"], metavar="PxD", help="prefill x decode")
     add("--first", type=int, metavar="N", help="the first N requests only")

@@ -13,7 +13,6 @@ cache without end.
 from __future__ import annotations
 
 import heapq
-import os
 import sys
 import time
 from collections import OrderedDict, deque
@@ -159,15 +158,8 @@ def hit_ratios(trace: Trace, capacity: int, names: Sequence[str]) -> dict[str, t
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser(__doc__)
+    command_line.add_traces(parser)
     add = parser.add_argument
-    add(
-        "--traces",
-        type=Path,
-        metavar="DIR",
-        default=os.environ.get("PDMESH_TRACES"),
-        help="folder of the traces; also $PDMESH_TRACES",
-    )
-    add("--trace", action="append", metavar="FILE", help="in DIR or anywhere; may be repeated")
     add(
         "--tokens",
         nargs="+",

@@ -24,7 +24,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import random
 import statistics
 import sys
@@ -326,15 +325,8 @@ def shortfalls(results: Sequence[Result], exact: bool) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser(__doc__, "standard output, and to --json FILE")
+    command_line.add_traces(parser)
     add = parser.add_argument
-    add(
-        "--traces",
-        type=Path,
-        metavar="DIR",
-        default=os.environ.get("PDMESH_TRACES"),
-        help="folder of the traces; also $PDMESH_TRACES",
-    )
-    add("--trace", action="append", metavar="FILE", help="in DIR or anywhere; may be repeated")
     add(
         "--blocks",
         nargs="+",
