@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -222,7 +223,7 @@ class Peer:
         end, table, size = self.end(path, 16, 1024, 2048, 3)
         ranks, rank = self.heap.size, self.heap.rank
         old, end._lost[:] = end.lanes[0]._shared, 0
-        end.lanes[0]._shared = old._replace(bound=200_000_000)
+        end.lanes[0]._shared = replace(old, bound=200_000_000)
         counts = [16] * ranks
         rows, ids, weights = inputs(size, counts, "balanced", EXPERTS, 5, "cuda")
         said = "nothing"

@@ -71,6 +71,8 @@ def job(size, folder):
         for peer in peers:
             peer.process.kill()
             peer.process.wait()
+            peer.process.stdin.close()
+            peer.process.stdout.close()
 
 
 LAYOUTS = ["masked", "contiguous"]

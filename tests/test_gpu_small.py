@@ -126,7 +126,6 @@ def test_latents_go_to_their_pages(m, packed, interleave):
     arguments, pool = rope_case(m, packed, interleave)
     arguments[6][::3] = -1
     arguments[1][::3] = torch.nan
-    arguments[5][::3] = 10**9
     mine = pool.clone()
     got = rope_append.rope_append(*arguments, mine, 2, interleave=interleave)
     want = rope_definition.rope_append(*arguments, pool, 2, interleave=interleave)

@@ -66,6 +66,8 @@ def job(size):
         for peer in peers:
             peer.process.kill()
             peer.process.wait()
+            peer.process.stdin.close()
+            peer.process.stdout.close()
 
 
 def hand_off(sender, receiver, to, number, rng, how):

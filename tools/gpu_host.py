@@ -46,8 +46,12 @@ def nvidia_smi(*arguments: str) -> list[str]:
 
 
 def query(fields: str) -> list[list[str]]:
-    """A row of fields for each GPU."""
-    lines = nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    """A row of fields for each GPU that a program started here sees."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    only = [] if chosen is None else [f"--id={chosen}"]
+    if chosen == "":
+        return []
+    lines = nvidia_smi(*only, f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     return [[part.strip() for part in line.split(",")] for line in lines]
 
 
