@@ -90,14 +90,25 @@ def rows_an_expert(tokens: int, ranks: int) -> int:
 
 
 def moe_layer(
-    batch: int, query: int, kv: int, ranks: int, heads: int = HEADS, *, packed: bool = False
+    batch: int,
+    query: int,
+    kv: int,
+    ranks: int,
+    heads: int = HEADS,
+    *,
+    senders: int = 1,
+    packed: bool = False,
 ) -> dict[str, Work]:
     """The products of one MoE decode layer of a rank, in order; latents perhaps packed.
 
     Norms, quantisation, rope and the activations are left out: what they move could be fused away.
+    The load is even, and `senders` ranks share one batch (tensor parallelism); an expert without a
+    row is not read.
     """
     tokens = batch * query
-    up, down = routed(EXPERTS // ranks, rows_an_expert(tokens, ranks))
+    pairs = max(1, tokens * TOP_K // senders)
+    active = min(EXPERTS // ranks, pairs)
+    up, down = routed(active, -(-pairs // active))
     return attention_half(batch, query, kv, heads, packed=packed) | {
         "gate": _gate(tokens),
         "shared_up": gemm(tokens, HIDDEN, 2 * WIDTH),

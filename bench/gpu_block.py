@@ -270,7 +270,8 @@ class Block:
 
     def combine(self, done: Tensor, weights: Tensor, shared: Tensor) -> Tensor:
         """Rows sent back, and their weighted sum with the shared expert's."""
-        flat = self.run("combine_send", done.flatten(0, 1)[: self.w.pairs])
+        used = done[: self.rank.active, : self.rank.rows]  # no row that nobody has written
+        flat = self.run("combine_send", used).flatten(0, 1)[: self.w.pairs]
         return self.run("combine_sum", flat, self.w.origin, weights, shared)
 
     def __call__(

@@ -85,6 +85,11 @@ def _sum_by(run: Any) -> Callable[..., Tensor]:
     return lambda flat, origin, weights, shared: run(flat, origin, weights) + shared
 
 
+def _packed(rows: Tensor) -> Tensor:
+    """A copy without gaps."""
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
 def _first_sequences(result: Tensor, call: Call) -> Tensor:
     return result[: 4 * call[4]]
 
@@ -264,7 +269,7 @@ def _all_steps() -> dict[str, Step]:
             look=_defined,
         ),
         "routed_down": masked,
-        "combine_send": Step(torch.clone, [Candidate("torch copy", torch.clone)], 0.0),
+        "combine_send": Step(_packed, [Candidate("torch copy", _packed)], 0.0),
         "combine_sum": Step(
             weighted_sum,
             [

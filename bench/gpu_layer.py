@@ -120,7 +120,15 @@ def measure(
     key: str, sets: int, clocks: Clocks, table: dict[str, Step], *, packed: bool = False
 ) -> dict[str, Any]:
     rank = RANKS[key]
-    bound = bounds.moe_layer(rank.batch, rank.query, rank.kv, rank.ranks, rank.heads, packed=packed)
+    bound = bounds.moe_layer(
+        rank.batch,
+        rank.query,
+        rank.kv,
+        rank.ranks,
+        rank.heads,
+        senders=rank.senders,
+        packed=packed,
+    )
     print(
         f"\n{rank.name}: {rank.experts} experts of {rank.rows} rows, batch {rank.batch},"
         f" latents {'packed' if packed else 'in bfloat16'}"

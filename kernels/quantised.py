@@ -203,7 +203,7 @@ def pack_latents(latent: Tensor, shared_scale: bool = True) -> Tensor:
         largest = torch.full((), FP8_MAX, device=values.device)
         scale = values.abs().amax(dim=-1, keepdim=True).clamp_min(SMALLEST_AMAX) / largest
         quantised = (values / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-        rows = Rows(quantised, scale.expand(-1, 4))
+        rows = Rows(quantised, scale.repeat(1, 4))
     else:
         rows = quantise_rows(values)
     parts = [

@@ -223,7 +223,8 @@ class Peer:
         end, table, size = self.end(path, 16, 1024, 2048, 3)
         ranks, rank = self.heap.size, self.heap.rank
         old, end._lost[:] = end.lanes[0]._shared, 0
-        end.lanes[0]._shared = replace(old, bound=200_000_000)
+        # Ranks of one GPU take turns: the last of many may be late without being lost.
+        end.lanes[0]._shared = replace(old, bound=200_000_000 * ranks)
         counts = [16] * ranks
         rows, ids, weights = inputs(size, counts, "balanced", EXPERTS, 5, "cuda")
         said = "nothing"

@@ -79,6 +79,13 @@ def test_an_expert_gets_rows_by_the_number_of_ranks(bounds, ranks, rows):
     assert bounds.rows_an_expert(256, ranks) == rows
 
 
+def test_an_expert_without_a_row_is_not_read(bounds):
+    work = bounds.moe_layer(1, 2, 5000, 8, 16, senders=8)
+    assert (work["routed_up"], work["routed_down"]) == bounds.routed(2, 1)
+    alone = bounds.moe_layer(1, 1, 5000, 8)
+    assert (alone["routed_up"], alone["routed_down"]) == bounds.routed(8, 1)
+
+
 def test_a_transfer_is_bytes_over_bandwidth(bounds):
     assert bounds.transfer(256, bounds.INFINIBAND) == pytest.approx((302.8, 587.2), abs=0.1)
     assert sum(bounds.transfer(256, bounds.NVLINK)) == pytest.approx(98.9, abs=0.1)

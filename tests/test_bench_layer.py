@@ -79,6 +79,22 @@ def test_a_random_pool_holds_unit_values_in_either_form(world):
     assert float(wide[:, 0].std()) == pytest.approx(1, abs=0.02)
 
 
+def test_rows_that_no_expert_computed_are_not_sent_back(bench):
+    blocks, choices = (importlib.import_module(name) for name in ("gpu_block", "gpu_choices"))
+    rank = blocks.Rank("TP8", 8, batch=1, heads=16, senders=8)
+    draw = torch.Generator().manual_seed(1)
+    origin = torch.randint(rank.pairs, (rank.tokens, 8), generator=draw)
+    weights = SimpleNamespace(pairs=rank.pairs, origin=origin)
+    steps = choices.steps()
+    ops = {name: steps[name].reference for name in ("combine_send", "combine_sum")}
+    block = blocks.Block(rank, weights, None, 0, ops)
+    done = torch.full((32, 64, 256), float("nan"), dtype=torch.bfloat16)
+    done[: rank.active, : rank.rows] = torch.randn(rank.active, rank.rows, 256).bfloat16()
+    shared = torch.randn(rank.tokens, 256, generator=draw).bfloat16()
+    got = block.combine(done, torch.rand(rank.tokens, 8, generator=draw), shared)
+    assert got.isfinite().all()
+
+
 class Adds:
     """A layer in one step, which in one of the modes reads too early."""
 

@@ -148,6 +148,11 @@ def test_latents_with_one_scale_are_as_exact_as_with_four():
     assert 0.9 < errors[1] / errors[0] < 1.1
 
 
+def test_no_latents_are_packed_into_no_bytes():
+    assert pack_latents(torch.zeros(0, 576)).shape == (0, 656)
+    assert pack_latents(torch.zeros(0, 576), shared_scale=False).shape == (0, 656)
+
+
 def test_packed_pages_are_decoded_by_one_scale_a_latent(monkeypatch):
     asked = []
     monkeypatch.setattr(hopper_mla, "mla_decode", lambda *args, **more: asked.append((args, more)))
