@@ -33,7 +33,7 @@ from gemm_cases import (
 )
 
 from pdmesh.kernels import cuda_gemm
-from pdmesh.kernels.gemm_config import ClusterTile, SplitConfig, cluster_stages, untimed
+from pdmesh.kernels.gemm_config import ClusterTile, SplitConfig, cluster_stages
 from pdmesh.kernels.quantised import dequantise_rows
 from pdmesh.kernels.triton import absorbed
 from pdmesh.kernels.triton.absorbed import HeadConfig
@@ -188,7 +188,9 @@ def cluster_candidates(rows_tried: list[int]) -> list[Candidate]:
                 ClusterTile(block, split, pair, cluster_stages(block, split))
                 for block, split, pair in (many if m > 128 else few)
             ]
-            for place, tile in enumerate([*untimed(m, *SHAPES[name]), *tried]):
+            if name == "qkv_a" and m <= 64:
+                tried.insert(0, ClusterTile(72, 4, 1, 8, short=True))
+            for place, tile in enumerate(tried):
                 for dependent in (True, False) if place < 5 else (True,):
                     config = (*tile, dependent)
                     every.append(Candidate("cuda", name, m, SHAPES[name], config))

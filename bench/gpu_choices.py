@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import gpu_libraries as lib
@@ -16,7 +15,7 @@ import torch
 from gpu_block import Block, copied_rows, weighted_sum
 from gpu_latents import rope_append, turned_and_written
 from gpu_timing import Call, Candidate, Measured, pick
-from gpu_variants import ABSORB_VARIANTS, dense_candidates, having, own
+from gpu_variants import dense_candidates, having, own
 from torch import Tensor
 
 from pdmesh.kernels import deep_gemm_backend
@@ -200,14 +199,6 @@ def _all_steps() -> dict[str, Step]:
                     lambda query, w, rotated: lib.torch_absorb(query, w.key_bf16, rotated),
                 ),
                 *own("cuda_absorbed", "absorb_query", "CUDA", _absorb),
-                # Early, not as a dependent: FlashMLA, which comes next, would not wait for it.
-                *(
-                    candidate
-                    for label, options in ABSORB_VARIANTS.items()
-                    for candidate in own(
-                        "cuda_absorbed", "absorb_query", label, partial(_absorb, **options)
-                    )
-                ),
                 *own("triton.absorbed", "absorb_query", "Triton", _absorb),
             ],
             SMALL,
@@ -227,7 +218,6 @@ def _all_steps() -> dict[str, Step]:
             [
                 Candidate("torch bf16", lambda latent, w: lib.torch_values(latent, w.value_bf16)),
                 *own("cuda_absorbed", values, "CUDA", _values),
-                *own("cuda_absorbed", values, "CUDA, whole", partial(_values, whole=True)),
                 # Not as a dependent: it would wait for FlashMLA's merging kernel only, which may
                 # end before attention where no sequence is split.
                 *own("triton.absorbed", values, "Triton", _values),
@@ -243,13 +233,6 @@ def _all_steps() -> dict[str, Step]:
                 Candidate("torch bf16", gate_bf16),
                 *own("triton.gate", "gate_topk", "gate f32", _gate_by("gate")),
                 *own("triton.gate", "gate_topk", "gate bf16", _gate_by("gate_bf16")),
-                *own("cuda_gate", "gate_topk", "gate bf16, clusters", _gate_by("gate_bf16")),
-                *own(
-                    "cuda_gate",
-                    "gate_topk",
-                    "gate bf16, clusters, dependent",
-                    _gate_by("gate_bf16", dependent=True),
-                ),
             ],
             1e-2,
             look=_sorted_weights,

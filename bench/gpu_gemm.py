@@ -140,15 +140,12 @@ def heads(table: Table, generator: torch.Generator, rows_tried: list[int]) -> No
         return torch.randn(shape, generator=generator, device="cuda").bfloat16()
 
     modules: dict[str, Any] = {"triton": absorbed, "cuda": cuda_absorbed}
-    names = ("absorb_query", "project_values_quantise")
-    for label, options in {
-        "cuda pdl": {"dependent": True},
-        "cuda whole": {"whole": True},
-        "whole pdl": {"whole": True, "dependent": True},
-    }.items():
-        modules[label] = argparse.Namespace(
-            **{n: functools.partial(getattr(cuda_absorbed, n), **options) for n in names}
-        )
+    modules["cuda pdl"] = argparse.Namespace(
+        absorb_query=functools.partial(cuda_absorbed.absorb_query, next_may_begin=True),
+        project_values_quantise=functools.partial(
+            cuda_absorbed.project_values_quantise, dependent=True
+        ),
+    )
     for count, m in itertools.product((128, 16), rows_tried):
         places = range(copies(count * (RANK * NOPE + 4 * m * (NOPE + ROPE + RANK))))
         case, limit = f"absorb {count} heads", absorb_limit(m, count)
@@ -157,13 +154,7 @@ def heads(table: Table, generator: torch.Generator, rows_tried: list[int]) -> No
         weights = [weight(generator, count, RANK, NOPE) for _ in places]
         exact = torch.einsum("mhd,hrd->mhr", query[0].double(), exact_weight(weights[0]))
         sets = [(q, w, r[..., NOPE:], 1.0) for q, w, r in zip(query, weights, whole, strict=True)]
-        early = {
-            f"{label} early": argparse.Namespace(
-                absorb_query=functools.partial(cuda_absorbed.absorb_query, early=True, whole=whole)
-            )
-            for label, whole in (("cuda", False), ("whole", True))
-        }
-        for backend, module in (modules | early).items():
+        for backend, module in modules.items():
             product = module.absorb_query
             table.measure(case, m, backend, limit, product, sets, exact, lambda y: y[..., :RANK])
         plain = [(q, exact_weight(w).bfloat16()) for q, w in zip(query, weights, strict=True)]

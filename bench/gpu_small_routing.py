@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from gpu_small_cases import DEVICE, HIDDEN, Case, distance, normal, poisoned
 from torch import Tensor
 
-from pdmesh.kernels import cuda_gate, routing
+from pdmesh.kernels import routing
 from pdmesh.kernels import sampling as sampling_definition
 from pdmesh.kernels.gate import GateRule
 from pdmesh.kernels.triton import gate, permute, place, project, quantise, sampling
@@ -32,30 +31,6 @@ def gate_error(got: routing.Routing, summed: Tensor, data: Any) -> float:
     return max(errors) if same and agree > 0.999 else float("inf")
 
 
-def cluster_gate_case(m: int) -> Case:
-    """The gate in CUDA C++, `dependent` or not."""
-    plain = gate_case(m, False)
-
-    def make(seed: int) -> tuple[Any, ...]:
-        return (*plain.make(seed)[:4], cuda_gate.workspace(m, DEVICE))
-
-    def run(data: Any, **more: Any) -> Any:
-        return cuda_gate.gate_topk(*data[:3], V3, out=data[3], work=data[4], **more)
-
-    def error(data: Any) -> float:
-        found = []
-        for dependent in (False, True, True):
-            for tensor in (data[4], data[3].weights):
-                tensor.fill_(torch.nan)
-            for tensor in data[3][2:]:
-                tensor.fill_(-7)
-            got = run(data, dependent=dependent)
-            found.append(gate_error(got, data[4], data))
-        return max(found)
-
-    return replace(plain, name=f"gate_cuda bf16 {m}", make=make, run=run, error=error)
-
-
 def gate_case(m: int, wide: bool) -> Case:
     def make(seed: int) -> tuple[Any, ...]:
         weight = normal(seed + 1, EXPERTS, HIDDEN).float() / HIDDEN**0.5
@@ -65,15 +40,9 @@ def gate_case(m: int, wide: bool) -> Case:
         out = gate.new_routing(m, V3, DEVICE)
         return normal(seed, m, HIDDEN), weight, bias, out, gate.workspace(m, EXPERTS, DEVICE)
 
-    def run(data: Any, chunks: int | None = None, **more: Any) -> Any:
+    def run(data: Any, **more: Any) -> Any:
         x, weight, bias, out, work = data
-        if chunks is None:
-            return gate.gate_topk(x, weight, bias, V3, out=out, work=work, **more)
-        project.CHUNKS, usual = chunks, project.CHUNKS
-        other = work.new_empty((chunks, m, EXPERTS))
-        gate.gate_topk(x, weight, bias, V3, out=out, work=other, **more)
-        project.CHUNKS = usual
-        return None
+        return gate.gate_topk(x, weight, bias, V3, out=out, work=work, **more)
 
     def error(data: Any) -> float:
         got = run(data)
@@ -220,7 +189,6 @@ def sample_case(m: int, kind: str, vocab: int = 129280) -> Case:
 
 CASES = (
     *(gate_case(m, wide) for m in (1, 16, 64, 128, 256, 512, 4096) for wide in (False, True)),
-    *(cluster_gate_case(m) for m in (1, 16, 64, 128, 256, 512)),
     *(stage_case(256, stage) for stage in ("project", "choose", "place")),
     *(permute_case(m, contiguous) for m in (128, 256) for contiguous in (False, True)),
     permute_case(4096, True),
@@ -229,30 +197,20 @@ CASES = (
 )
 
 
-TILES = {
-    16: ((64, 64, 64, 4, 4), (64, 64, 64, 4, 7), (128, 64, 64, 4, 4), (128, 64, 64, 8, 4)),
-    8: ((64, 64, 64, 4, 4), (64, 64, 128, 4, 3), (64, 32, 64, 4, 5)),
-    14: ((128, 64, 64, 4, 4), (64, 64, 128, 4, 3)),
-    28: ((128, 128, 64, 8, 4), (128, 64, 64, 4, 4)),
-    32: ((128, 128, 32, 8, 6),),
-}
-"""Tiles by the number of chunks."""
+TILES = (
+    *((64, rows, 64, 4, stages) for rows, stages in ((32, 5), (64, 4), (64, 7))),
+    *((128, 64, 64, warps, 4) for warps in (4, 8)),
+)
+"""Of the gate's projection; all cut the hidden size into the same chunks."""
 
 
 def tunings(case: Case) -> list[dict[str, Any]]:
     """Launches to try beside the usual one."""
     name = case.name.split()[0]
     if name == "gate":
-        tiles = [
-            {"chunks": chunks, "tile": project.Tile(*tile)}
-            for chunks, some in TILES.items()
-            for tile in some
-        ]
-        return [{}, {"chained": 1}, {"chained": 2}, *tiles]
+        return [{}, {"chained": False}, *({"tile": project.Tile(*tile)} for tile in TILES)]
     if name == "gate_project":
         return [{}]
-    if name == "gate_cuda":
-        return [{}, {"dependent": True}]
     if name == "gate_choose":
         return [{}, {"rows_a_program": 2}, {"rows_a_program": 4}]
     if name == "masked_silu_mul":

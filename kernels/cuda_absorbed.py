@@ -47,20 +47,20 @@ def shares(m: int, heads: int) -> tuple[int, int]:
     return rows, parts
 
 
-def source(name: str, whole: bool = False) -> str:
+def source(name: str) -> str:
     """The whole translation unit of "absorb_query" or "project_values"."""
     columns = {"absorb_query": 64, "project_values": 128}[name]
-    return cuda_build.unit(name, columns, "bf16", {"WHOLE": int(whole)})
+    return cuda_build.unit(name, columns, "bf16", {})
 
 
 @functools.cache
-def _launcher(name: str, whole: bool) -> Callable[..., int]:
-    library = cuda_build.loaded(source(name, whole))
+def _launcher(name: str) -> Callable[..., int]:
+    library = cuda_build.loaded(source(name))
     pointer, number, wide = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     launch: Callable[..., int] = library[f"{name}_launch"]
     if name == "absorb_query":
         types = [pointer, wide, wide, pointer, pointer, pointer, wide, wide, pointer]
-        types += [ctypes.c_float, *[number] * 6, pointer]
+        types += [ctypes.c_float, *[number] * 5, pointer]
     else:
         types = [pointer, wide, wide, pointer, pointer, pointer, pointer, wide]
         types += [number, number, number, number, pointer]
@@ -80,20 +80,18 @@ def absorb_query(
     scale: float,
     *,
     out: Tensor | None = None,
-    dependent: bool = False,
-    early: bool = False,
-    whole: bool = False,
+    next_may_begin: bool = False,
 ) -> Tensor:
     """`quantised.absorb_query`: [m, heads, 576] bfloat16.
+
+    A dependent launch: it asks for its weights before the kernel ahead has ended, which must not
+    write them.
 
     Args:
         query, rotated: [m, heads, 128 and 64] bfloat16; starts and strides in 8s, the last one.
         out: bfloat16, contiguous, written and returned.
-        dependent: see `cuda_gemm.fp8_gemm`. The kernel behind it may then begin before the result
-            is written, and must wait: FlashMLA's decode does not.
-        early: it asks for its weights before the kernel ahead has ended, as with `dependent`, but
-            the kernel behind it begins only when it has ended: FlashMLA's decode may.
-        whole: a head's whole weight comes at once.
+        next_may_begin: whether a dependent behind it may begin before the result is written, and
+            waits: FlashMLA's decode does not.
 
     Raises:
         RuntimeError: it does not compile or cannot be launched.
@@ -104,7 +102,7 @@ def absorb_query(
     if m == 0:
         return out
     rows, parts = shares(m, heads)
-    code = _launcher("absorb_query", whole)(
+    code = _launcher("absorb_query")(
         query.data_ptr(),
         query.stride(0),
         query.stride(1),
@@ -119,8 +117,7 @@ def absorb_query(
         heads,
         rows,
         parts,
-        int(dependent),
-        int(early),
+        int(next_may_begin),
         torch.cuda.current_stream().cuda_stream,
     )
     _checked(code, f"the absorbed query of {m} rows and {heads} heads")
@@ -133,7 +130,6 @@ def project_values_quantise(
     *,
     out: Rows | None = None,
     dependent: bool = False,
-    whole: bool = False,
 ) -> Rows:
     """`quantised.project_values_quantise`: values [m, heads * 128], a scale a head.
 
@@ -141,7 +137,6 @@ def project_values_quantise(
         latent: [m, heads, 512] bfloat16; start and strides in 8s, the last one.
         out: values contiguous, scales as `new_scales` makes them; written and returned.
         dependent: see `cuda_gemm.fp8_gemm`.
-        whole: the weight comes by the copy engine, through the ring of the rows.
 
     Raises:
         RuntimeError: it does not compile or cannot be launched.
@@ -152,7 +147,7 @@ def project_values_quantise(
         out = Rows(values, new_scales(m, heads, device=latent.device))
     if m == 0:
         return out
-    code = _launcher("project_values", whole)(
+    code = _launcher("project_values")(
         latent.data_ptr(),
         latent.stride(0),
         latent.stride(1),

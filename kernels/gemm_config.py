@@ -36,16 +36,12 @@ class ClusterTile(NamedTuple):
     """How `cuda_gemm` cuts a product: tiles of 128 rows, or of 64.
 
     Attributes:
-        block_n: columns, a multiple of 8 up to 136, or 144 or 160.
+        block_n: columns, a multiple of 8 up to 136.
         split: thread blocks that share the sum, 1, 2, 4 or 8.
         pair: 2 if two tiles of rows share the weight that is read, else 1.
-        stages: steps of 128 values in flight. If there are more than have room beside the sums
-            (`cluster_stages`), a cluster waits until all are through before its sums take their
-            memory.
+        stages: steps of 128 values in flight, as have room beside the sums (`cluster_stages`).
         short: tiles of 64 rows, whose steps the two warpgroups share: a split of 2 or 4, no pair,
             an even number of stages.
-        ahead: the L2 cache is asked for all weights at the start.
-        fours: sums go to where they are added four at a time, not two; block_n in 16s.
     """
 
     block_n: int
@@ -53,8 +49,6 @@ class ClusterTile(NamedTuple):
     pair: int
     stages: int = 4
     short: bool = False
-    ahead: bool = False
-    fours: bool = False
 
 
 SPLITS: dict[tuple[int, int], dict[int, SplitConfig]] = {
@@ -93,79 +87,30 @@ SPLITS: dict[tuple[int, int], dict[int, SplitConfig]] = {
 
 CLUSTERS: dict[tuple[int, int], dict[int, ClusterTile]] = {
     (2112, 7168): {
-        16: ClusterTile(136, 4, 1, 4),
-        64: ClusterTile(136, 4, 1, 4),
-        128: ClusterTile(72, 4, 1, 7),
-        256: ClusterTile(72, 2, 2, 7),
+        64: ClusterTile(72, 4, 1, 8, short=True),
+        128: ClusterTile(32, 2, 1, 8),
+        256: ClusterTile(64, 2, 1, 7),
     },
     (24576, 1536): {
-        16: ClusterTile(96, 1, 1, 6),
         64: ClusterTile(96, 1, 1, 6),
-        128: ClusterTile(96, 1, 1, 6),
+        128: ClusterTile(128, 1, 1, 5),
         256: ClusterTile(128, 1, 2, 5),
     },
     (7168, 16384): {
-        16: ClusterTile(112, 2, 1, 5),
         64: ClusterTile(112, 2, 1, 5),
-        128: ClusterTile(112, 2, 1, 5),
+        128: ClusterTile(128, 2, 1, 4),
         256: ClusterTile(128, 1, 2, 5),
     },
     (4096, 7168): {
-        16: ClusterTile(64, 2, 1, 7),
-        64: ClusterTile(64, 2, 1, 7),
         128: ClusterTile(64, 2, 1, 7),
         256: ClusterTile(128, 2, 1, 4),
     },
     (7168, 2048): {
-        16: ClusterTile(112, 2, 1, 5),
-        64: ClusterTile(56, 1, 1, 8),
-        128: ClusterTile(56, 1, 1, 8),
+        128: ClusterTile(64, 1, 1, 8),
         256: ClusterTile(128, 1, 2, 5),
     },
 }
-"""The same for `cuda_gemm`."""
-
-
-UNTIMED: dict[tuple[int, int], dict[int, tuple[ClusterTile, ...]]] = {
-    (2112, 7168): {
-        64: (
-            ClusterTile(72, 4, 1, 8, short=True),
-            ClusterTile(72, 4, 1, 8, short=True, ahead=True),
-            ClusterTile(136, 4, 1, 8, short=True, ahead=True),
-        ),
-        128: (
-            ClusterTile(72, 4, 1, 7, ahead=True),
-            ClusterTile(160, 8, 1, 6),
-            ClusterTile(160, 8, 1, 6, ahead=True),
-            ClusterTile(160, 8, 1, 6, ahead=True, fours=True),
-        ),
-        256: (
-            ClusterTile(144, 4, 1, 6),
-            ClusterTile(160, 4, 2, 6),
-            ClusterTile(160, 4, 2, 6, ahead=True),
-            ClusterTile(160, 4, 2, 6, ahead=True, fours=True),
-        ),
-    },
-    (4096, 7168): {
-        64: (ClusterTile(144, 4, 1, 6, short=True, ahead=True),),
-        128: (ClusterTile(144, 4, 1, 6, ahead=True),),
-        256: (ClusterTile(160, 2, 2, 6), ClusterTile(160, 2, 2, 6, ahead=True)),
-    },
-    (7168, 2048): {
-        64: (ClusterTile(112, 2, 1, 8, short=True, ahead=True),),
-        128: (ClusterTile(112, 2, 1, 5, ahead=True),),
-        256: (ClusterTile(144, 1, 2, 5, ahead=True),),
-    },
-}
-"""Tiles that have not run on a device yet: the benches try them beside `CLUSTERS`."""
-
-
-def untimed(m: int, n: int, k: int) -> tuple[ClusterTile, ...]:
-    """Tiles of a shape whose times are not known."""
-    for rows, tiles in UNTIMED.get((n, k), {}).items():
-        if m <= rows:
-            return tiles
-    return ()
+"""The same for `cuda_gemm`, launched as a dependent."""
 
 
 def split_config(m: int, n: int, k: int) -> SplitConfig:
@@ -200,13 +145,6 @@ def cluster_stages(block_n: int, split: int) -> int:
     """Steps in flight that shared memory has room for, beside a tile's result."""
     sums = 128 * (block_n + 8) * (4 if split > 1 else 2)
     return min(_MOST_STAGES, (_SHARED_BYTES - sums) // ((128 + block_n) * BLOCK + 512))
-
-
-def most_stages(block_n: int, short: bool = False) -> int:
-    """Steps in flight where sums take their memory."""
-    rows = 64 if short else 128
-    stages = min(_MOST_STAGES, _SHARED_BYTES // ((rows + block_n) * BLOCK + 4 * rows))
-    return stages - stages % 2 if short else stages
 
 
 def cluster_tile(m: int, n: int, k: int) -> ClusterTile:

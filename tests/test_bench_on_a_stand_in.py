@@ -19,7 +19,6 @@ if torch.cuda.is_available():
     pytest.skip("there is a device to run them on", allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parent.parent
-NO_TILE = "ValueError: ['no such tile of this shape']"
 CLOCKS = '#!/bin/sh\nwhile :; do echo "1980, 3201, 600.1, 60"; sleep 0.05; done\n'
 
 
@@ -47,9 +46,7 @@ def bench(tmp_path):
             check=False,
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-        # The interpreter has no launches that depend on each other, few shapes have untimed tiles.
-        lines = done.stdout.replace(NO_TILE, "").splitlines()
-        lines = [x for x in lines if "Error" in x and "'chained':" not in x]
+        lines = [line for line in done.stdout.splitlines() if "Error" in line]
         assert not lines, lines
         assert "failed:" not in done.stdout, done.stdout[-3000:]
         return done.stdout
@@ -76,7 +73,7 @@ def test_tiles_are_searched(bench, tmp_path):
 def test_the_products_of_heads(bench, tmp_path):
     bench("gpu_gemm", "--only", "heads", "--rows", 64)
     with (tmp_path / "gemm.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == 28
+        assert len(list(csv.DictReader(file))) == 16
 
 
 def test_decode_attention_by_every_backend(bench, tmp_path):

@@ -5,8 +5,7 @@ import pytest
 import torch
 from cuda_on_cpu import late
 
-from pdmesh.kernels import cuda_absorbed, cuda_gate, cuda_gemm, hopper_mla, mla_reference, routing
-from pdmesh.kernels.gate import GateRule, choose_experts
+from pdmesh.kernels import cuda_absorbed, cuda_gemm, hopper_mla, mla_reference
 from pdmesh.kernels.gemm_config import ClusterTile
 from pdmesh.kernels.quantised import (
     BlockWeight,
@@ -52,17 +51,12 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 TILES = [
     (ClusterTile(72, 2, 2, 3), 200, 304, 1104),
-    (ClusterTile(160, 4, 2, 6, ahead=True, fours=True), 250, 648, 1024),
-    (ClusterTile(72, 4, 1, 8, short=True, ahead=True), 64, 296, 1680),
+    (ClusterTile(72, 4, 1, 8, short=True), 64, 296, 1680),
 ]
 MORE_TILES = [
     (ClusterTile(136, 4, 1, 2), 100, 400, 1104),
     (ClusterTile(128, 1, 2, 3), 150, 520, 400),
-    (ClusterTile(144, 4, 1, 6), 130, 600, 1664),
-    (ClusterTile(144, 1, 2, 5, ahead=True), 300, 296, 400),
-    (ClusterTile(160, 8, 1, 6), 90, 640, 1168),
-    (ClusterTile(144, 4, 1, 6, short=True, fours=True), 60, 320, 1296),
-    (ClusterTile(160, 2, 2, 6), 129, 336, 640),
+    (ClusterTile(136, 8, 1, 4), 90, 640, 1168),
     (ClusterTile(136, 2, 1, 2, short=True), 70, 272, 640),
 ]
 """Each is compiled for itself, which takes most of the time."""
@@ -84,16 +78,8 @@ def test_a_product_in_clusters_is_that_of_float64(on_cpu, tile, m, n, k):
     assert error(got, exact) < 3e-3
 
 
-@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("m", "heads", "blocks"), [(1, 1, 2), (330, 1, 1), (130, 2, 8)])
-def test_absorbed_products_are_those_of_float64(
-    on_cpu,
-    monkeypatch,
-    m,
-    heads,
-    blocks,
-    whole,
-):
+def test_absorbed_products_are_those_of_float64(on_cpu, monkeypatch, m, heads, blocks):
     monkeypatch.setattr(cuda_absorbed, "PROCESSORS", blocks)
     draw = torch.Generator().manual_seed(m)
     both = torch.randn(m, heads, 192, generator=draw).bfloat16()
@@ -104,58 +90,15 @@ def test_absorbed_products_are_those_of_float64(
     exact = torch.cat([rounded, both[..., 128:].double() * 0.1], dim=-1)
     seen = torch.einsum("mhr,hvr->mhv", latent.double(), wide(*down, 128))
     for name in ("absorb_query", "project_values"):
-        cuda_absorbed._launcher(name, whole)
+        cuda_absorbed._launcher(name)
     late(on_cpu[0], both)
     late(on_cpu[1], latent)
     given = (both[..., :128], up, both[..., 128:])
-    query = cuda_absorbed.absorb_query(*given, 0.1, out=out, early=True, whole=whole)
+    query = cuda_absorbed.absorb_query(*given, 0.1, out=out)
     assert error(query[..., :512], exact[..., :512]) < 3e-3
     assert error(query[..., 512:], exact[..., 512:]) < 3e-3
-    values = cuda_absorbed.project_values_quantise(latent, down, whole=whole)
+    values = cuda_absorbed.project_values_quantise(latent, down)
     assert error(dequantise_rows(values), seen.flatten(1)) < 4e-2
-
-
-V3 = GateRule("noaux_tc", 256, 8, 8, 4, True, 2.5)
-
-
-@pytest.mark.parametrize("best", [0.25, torch.inf])
-def test_the_gate_chooses_among_experts_that_are_infinitely_bad(on_cpu, best):
-    """With `best` infinite, groups with one expert that is no worse than any other stay."""
-    draw = torch.Generator().manual_seed(1)
-    x = torch.randn(3, 64, generator=draw).bfloat16()
-    w = torch.randn(256, 64, generator=draw).bfloat16()
-    bias = torch.full((256,), -torch.inf)
-    bias[[130, 170, 200, 250]] = best
-    work = cuda_gate.workspace(3, "cpu")
-    got = cuda_gate.gate_topk(x, w, bias, V3, work=work)
-    ids, weights = choose_experts(work, bias, V3)
-    assert torch.equal(got.ids, ids.int())
-    torch.testing.assert_close(got.weights, weights, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("m", "hidden", "used"), [(70, 1544, 67), (5, 72, None), (300, 64, None)])
-def test_the_gate_chooses_and_counts_as_its_definition(on_cpu, m, hidden, used):
-    draw = torch.Generator().manual_seed(m)
-    x = torch.randn(m, hidden, generator=draw).bfloat16()
-    w = (torch.randn(256, hidden, generator=draw) / hidden**0.5).bfloat16()
-    bias = torch.randn(256, generator=draw) / 10
-    x[0], bias[3] = 0, bias[7]
-    if m > 10:
-        x[1, 5] = torch.nan
-        x[2] = torch.inf
-    exact, work = x.double() @ w.double().t(), cuda_gate.workspace(m, "cpu").fill_(torch.nan)
-    num_rows = None if used is None else torch.tensor(used, dtype=torch.int32)
-    cuda_gate._launcher()
-    late(on_cpu[0], x)
-    got = cuda_gate.gate_topk(x, w, bias, V3, num_rows, work=work)
-    torch.testing.assert_close(work.double(), exact, rtol=1e-5, atol=1e-5, equal_nan=True)
-    ids, weights = choose_experts(work, bias, V3)
-    count = used or m
-    ids[count:], weights[count:] = -1, 0
-    assert torch.equal(got.ids, ids.int())
-    torch.testing.assert_close(got.weights, weights, rtol=1e-5, atol=1e-6, equal_nan=True)
-    for mine, theirs in zip(got[2:], routing.place_choices(ids, 256), strict=True):
-        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("between", [False, True])

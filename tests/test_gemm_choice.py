@@ -1,6 +1,5 @@
 """Which backend computes an FP8 product, how it is tiled, and what is said of it."""
 
-import itertools
 import subprocess
 
 import pytest
@@ -12,6 +11,7 @@ from pdmesh.kernels import (
     cuda_build,
     cuda_gemm,
     deep_gemm_backend,
+    dense,
     gemm_choice,
     gemm_config,
     quantised,
@@ -154,8 +154,13 @@ def test_an_absorbed_query_lets_the_next_kernel_begin_early_only_if_asked():
     lines = [line.strip() for line in cuda_absorbed.source("absorb_query").splitlines()]
     early = [line for line in lines if line.endswith("let_next_begin();")]
     assert early
-    assert all(line.startswith("if (dependent) ") for line in early)
+    assert all(line.startswith("if (next_may_begin) ") for line in early)
     assert [line for line in lines if "wait_stores" in line][-1].endswith("wait_stores();")
+
+
+def test_the_product_in_clusters_is_launched_as_it_was_measured(monkeypatch):
+    monkeypatch.setattr(cuda_gemm, "fp8_gemm", lambda *_, **options: options)
+    assert dense._call.__wrapped__("cluster")(None, None) == {"dependent": True}
 
 
 def test_a_tile_is_compiled_once_and_another_apart(tmp_path):
@@ -189,10 +194,10 @@ def test_the_cuda_kernels_compile_without_spilled_registers(tmp_path):
     made = cuda_build.nvcc()
     if made is None:
         pytest.skip("nvcc was not found")
-    untimed = [t for rows in gemm_config.UNTIMED.values() for tiles in rows.values() for t in tiles]
-    tiles = {ClusterTile(136, 4, 2), ClusterTile(128, 1, 1), *untimed}
-    names = itertools.product(("absorb_query", "project_values"), (False, True))
-    sources = [*map(cuda_gemm.source, tiles), *itertools.starmap(cuda_absorbed.source, names)]
+    chosen = {tile for by_rows in gemm_config.CLUSTERS.values() for tile in by_rows.values()}
+    tiles = {ClusterTile(136, 4, 2), ClusterTile(128, 1, 1), *chosen}
+    names = ("absorb_query", "project_values")
+    sources = [*map(cuda_gemm.source, tiles), *map(cuda_absorbed.source, names)]
     for text in sources:
         unit = tmp_path / "unit.cu"
         unit.write_text(text)
@@ -206,5 +211,5 @@ def test_the_cuda_kernels_compile_without_spilled_registers(tmp_path):
 
 def test_the_processors_of_the_rule_are_filled_by_the_fused_projection():
     tile = cluster_tile(256, 2112, 7168)
-    programs = -(-2112 // tile.block_n) * tile.split * tile.pair
+    programs = -(-256 // 128) * -(-2112 // tile.block_n) * tile.split
     assert gemm_config.PROCESSORS * 0.85 < programs <= gemm_config.PROCESSORS

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from pdmesh.kernels import cuda_gate, quantised, routing  # noqa: E402
+from pdmesh.kernels import quantised, routing  # noqa: E402
 from pdmesh.kernels import rope_append as rope_definition  # noqa: E402
 from pdmesh.kernels import sampling as sampling_definition  # noqa: E402
 from pdmesh.kernels.gate import GateRule, choose_experts  # noqa: E402
@@ -217,46 +217,11 @@ def test_the_gate_chooses_and_counts(m, wide, rule):
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("m", [0, 1, 15, 33, 129, 256, 1024])
-def test_the_gate_in_clusters_chooses_and_counts_and_does_so_again(m):
-    if reason := cuda_gate.unavailable():
-        pytest.skip(reason)
-    x, weight, bias = gate_inputs(V3, m, False)
-    used = torch.tensor(m // 2, dtype=torch.int32, device="cuda")
-    for num_rows, count in ((None, m), (used, m // 2)):
-        work = cuda_gate.workspace(m, "cuda").fill_(torch.nan)
-        got = cuda_gate.gate_topk(x, weight, bias, V3, num_rows, work=work)
-        exact = x.double() @ weight.double().t()
-        assert float((work - exact).norm()) <= 1e-5 * float(exact.norm())
-        ids, weights = choose_experts(work, bias, V3)
-        ids[count:], weights[count:] = -1, 0
-        same = (ids == got.ids).all(dim=1)
-        assert int((~same).sum()) <= m // 100
-        torch.testing.assert_close(got.weights[same], weights[same], rtol=1e-4, atol=1e-6)
-        for mine, theirs in zip(got[2:], routing.place_choices(got.ids, 256), strict=True):
-            assert torch.equal(mine, theirs)
-        for _ in range(20):
-            again = cuda_gate.gate_topk(x, weight, bias, V3, num_rows, dependent=True)
-            assert all(map(torch.equal, again, got))
-
-
-def test_a_rows_logits_in_clusters_do_not_depend_on_the_number_of_rows():
-    if reason := cuda_gate.unavailable():
-        pytest.skip(reason)
-    x, weight, bias = gate_inputs(V3, 1024, False)
-    logits = {}
-    for m in (1, 16, 17, 40, 256, 1024):
-        logits[m] = cuda_gate.workspace(m, "cuda")
-        cuda_gate.gate_topk(x[:m], weight, bias, V3, work=logits[m])
-    for m, some in logits.items():
-        assert torch.equal(some, logits[1024][:m]), m
-
-
 @pytest.mark.parametrize("wide", [False, True], ids=["bf16", "f32"])
 def test_a_rows_logits_do_not_depend_on_the_number_of_rows(wide):
     x, weight, bias = gate_inputs(V3, 2048, wide)
     logits = {}
-    for m in (1, 16, 17, 40, 256, 1023, 1024, 2048):
+    for m in (1, 16, 17, 40, 256, 512, 1023, 1024, 2048):
         work = gate.workspace(m, 256, "cuda")
         gate.gate_topk(x[:m], weight, bias, V3, work=work)
         logits[m] = summed(work)
@@ -275,7 +240,7 @@ def test_nan_and_infinite_rows_end_in_experts_that_exist():
     assert torch.equal(got.weights[3::4], want.weights[3::4])
 
 
-@pytest.mark.parametrize("chained", [0, 1, 2])
+@pytest.mark.parametrize("chained", [False, True])
 def test_a_captured_gate_counts_only_the_rows_that_it_is_told_of(chained):
     x, weight, bias = gate_inputs(V3, 64, False)
     rows = torch.tensor([64], dtype=torch.int32, device="cuda")

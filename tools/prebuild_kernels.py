@@ -56,16 +56,14 @@ def tiles(tune: bool) -> list[ClusterTile]:
 
 def texts(tune: bool) -> dict[str, str]:
     """Translation units by name."""
-    from pdmesh.kernels import cuda_absorbed, cuda_gate, cuda_gemm, hopper_mla
+    from pdmesh.kernels import cuda_absorbed, cuda_gemm, hopper_mla
 
     forms = (False, True) if tune else (False,)
     attention = f'#include "{hopper_mla.SOURCE}"'
     found = {f"mla_decode_fp8 between={f}": f"#define BETWEEN {f:d}\n{attention}" for f in forms}
     found |= {f"fp8_gemm {tuple(tile)}": cuda_gemm.source(tile) for tile in tiles(tune)}
-    for form in forms:
-        for name in ("absorb_query", "project_values"):
-            found[f"{name} whole={form}"] = cuda_absorbed.source(name, form)
-    return found | ({"gate": cuda_gate.source()} if tune else {})
+    absorbed = ("absorb_query", "project_values")
+    return found | {name: cuda_absorbed.source(name) for name in absorbed}
 
 
 def builds(folder: Path, tune: bool) -> dict[str, Callable[[], Path]]:

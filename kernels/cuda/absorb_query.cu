@@ -4,10 +4,9 @@
 // Most of what moves is the result, so it has to begin to move early: a thread block holds up to
 // four tiles of 64 rows, and widens its head's weight to bfloat16, which holds e4m3 exactly, 64
 // outputs at a time, while the results of the 64 before are on their way. Warps 0-3 and 4-7 share
-// the products; warp 8 loads the rows. With WHOLE the copy engine brings all of the weight at once,
-// before the kernel ahead has ended, and rotated values leave after the first products.
+// the products; warp 8 loads the rows.
 //
-// Compiled with WHOLE defined, after common.cuh and `multiply`, a bfloat16 wgmma of 64 columns.
+// Compiled after common.cuh and `multiply`, a bfloat16 wgmma of 64 columns.
 
 constexpr int K = 128, N = 512, ROTATED = 64, ROWS = 64, WIDTH = N + ROTATED;
 constexpr int PANEL_BYTES = 64 * 128;  // 64 rows of 64 bfloat16
@@ -15,9 +14,8 @@ constexpr int TILE_BYTES = 2 * PANEL_BYTES, TILES = 4;
 constexpr int CHUNK = 64, CHUNKS = N / CHUNK, CHUNK_BYTES = 2 * PANEL_BYTES;
 constexpr int BUFFERS = 4;  // of each half, a result of 64 x 64 each
 constexpr int WEIGHT_AT = TILES * TILE_BYTES, OUT_AT = WEIGHT_AT + 2 * CHUNK_BYTES;
-constexpr int NARROW_AT = OUT_AT + 2 * BUFFERS * PANEL_BYTES, NARROW_BYTES = CHUNK * K;
-constexpr int BARRIERS_AT = NARROW_AT + (WHOLE ? CHUNKS * NARROW_BYTES : 0);
-constexpr int SHARED_BYTES = BARRIERS_AT + (2 * TILES + (WHOLE ? CHUNKS : 0)) * 8 + 1024;
+constexpr int BARRIERS_AT = OUT_AT + 2 * BUFFERS * PANEL_BYTES;
+constexpr int SHARED_BYTES = BARRIERS_AT + 2 * TILES * 8 + 1024;
 constexpr int THREADS = 288;
 static_assert(SHARED_BYTES <= 227 * 1024, "what a multiprocessor has");
 
@@ -26,11 +24,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                  const __grid_constant__ CUtensorMap out_map, const uint8_t* __restrict__ weights,
                  const float* __restrict__ weight_scales,
                  const __nv_bfloat16* __restrict__ rotated, int64_t rotated_row,
-                 int64_t rotated_head, float scale, int m, int dependent) {
+                 int64_t rotated_head, float scale, int m, int next_may_begin) {
   extern __shared__ uint8_t raw[];
   const uint32_t base = (address(raw) + 1023) & ~1023u;
   uint8_t* const shared = raw + (base - address(raw));
-  const uint32_t full = base + BARRIERS_AT, empty = full + TILES * 8, arrived = empty + TILES * 8;
+  const uint32_t full = base + BARRIERS_AT, empty = full + TILES * 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int head = blockIdx.x, every = (m + ROWS - 1) / ROWS;
   const int tiles = (every - static_cast<int>(blockIdx.y) + gridDim.y - 1) / gridDim.y;
@@ -40,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const uint8_t* const mine_of_weights = weights + static_cast<int64_t>(head) * N * K;
   // Only where it was asked for: FlashMLA's decode is launched as a dependent of whatever stands
   // before it and does not wait, so it would read queries that are not written yet.
-  if (dependent) let_next_begin();
+  if (next_may_begin) let_next_begin();
   if (threadIdx.x == THREADS - 32) {
     prefetch(&x_map);
     prefetch(&out_map);
@@ -48,17 +46,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       barrier_init(full + s * 8, 1);
       barrier_init(empty + s * 8, 8);
     }
-    for (int chunk = 0; WHOLE && chunk < CHUNKS; ++chunk) barrier_init(arrived + chunk * 8, 1);
     barriers_ready();
   }
   __syncthreads();
 
   if (warp == 8) {
-    for (int chunk = first; WHOLE && lane == 0 && chunk < last; ++chunk) {
-      expect(arrived + chunk * 8, NARROW_BYTES);
-      load_bytes(base + NARROW_AT + chunk * NARROW_BYTES, mine_of_weights + chunk * NARROW_BYTES,
-                 NARROW_BYTES, arrived + chunk * 8);
-    }
     wait_for_ahead();
     if (lane == 0) {
       for (int i = 0; i < tiles; ++i) {
@@ -76,15 +68,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const uint4* const weight = reinterpret_cast<const uint4*>(mine_of_weights) + threadIdx.x;
   constexpr int TURNS = CHUNK * K / 16 / 256;
   uint4 narrow[TURNS];
-  const auto fetch = [&](int chunk) {
+  // `shared` is here for the order of registers, which was measured with it.
+  const auto fetch = [&shared, &narrow, &weight](int chunk) {
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn)
-      narrow[turn] =
-          WHOLE ? *(reinterpret_cast<const uint4*>(shared + NARROW_AT + chunk * NARROW_BYTES) +
-                    turn * 256 + threadIdx.x)
-                : __ldg(weight + chunk * (CHUNK * K / 16) + turn * 256);
+      narrow[turn] = __ldg(weight + chunk * (CHUNK * K / 16) + turn * 256);
   };
-  if (!WHOLE) fetch(first);
+  fetch(first);
   const int half = warp / 4, row = warp % 4 * 16 + lane / 4, thread = threadIdx.x % 128;
   uint8_t* const mine = shared + OUT_AT + half * BUFFERS * PANEL_BYTES;
   int stored = 0;
@@ -133,24 +123,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         send(to, N, begin + i);
       }
     };
-    if (!WHOLE && first == 0) send_turned();
+    if (first == 0) send_turned();
     for (int chunk = first; chunk < last; ++chunk) {
-      if (WHOLE) {
-        wait(arrived + chunk * 8, 0);
-        fetch(chunk);
-      }
       // Who reads this part's memory last has passed the barrier of the chunk before.
       uint8_t* const panels = shared + WEIGHT_AT + chunk % 2 * CHUNK_BYTES;
 #pragma unroll
       for (int turn = 0; turn < TURNS; ++turn) {
         const int index = turn * 256 + threadIdx.x;
         const int column = index % (K / 16) * 16;
-        keep_widened(narrow[turn], panels, CHUNK, index / (K / 16), column,
-                     WHOLE && column / 64 % 2);
+        keep_widened(narrow[turn], panels, CHUNK, index / (K / 16), column);
       }
       proxy_fence();
       meet<3>(256);
-      if (!WHOLE) fetch(chunk + 1 < last ? chunk + 1 : first);
+      fetch(chunk + 1 < last ? chunk + 1 : first);
       const float by = weight_scales[head * (N / 128) + chunk / 2] * scale;
       const uint64_t b = descriptor(address(panels));
       for (int i = 0; i < count; ++i) {
@@ -177,7 +162,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         send(to, chunk * CHUNK, begin + i);
       }
-      if (WHOLE && chunk == 0) send_turned();
     }
     __syncwarp();
     if (lane < count)
@@ -190,13 +174,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 }
 
 // 0, or a cudaError_t, or 10000 plus a CUresult. Strides are in values. Thread blocks of one head:
-// `shares` of its rows times `parts` of its outputs. `early`: begins as a dependent of the kernel
-// ahead, and lets the next one begin only when it has ended; `dependent`: both early.
+// `shares` of its rows times `parts` of its outputs. It begins as a dependent of the kernel ahead.
 extern "C" int absorb_query_launch(const void* x, int64_t x_row, int64_t x_head,
                                    const void* weights, const float* weight_scales,
                                    const void* rotated, int64_t rotated_row, int64_t rotated_head,
                                    void* out, float scale, int m, int heads, int shares, int parts,
-                                   int dependent, int early, void* stream) {
+                                   int next_may_begin, void* stream) {
   const cudaError_t failed = prepare(reinterpret_cast<const void*>(absorb_query), SHARED_BYTES);
   if (failed != cudaSuccess) return failed;
   CUtensorMap x_map, out_map;
@@ -205,10 +188,9 @@ extern "C" int absorb_query_launch(const void* x, int64_t x_row, int64_t x_head,
   if (bad) return 10000 + bad;
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config =
-      launch(dim3(heads, shares, parts), THREADS, SHARED_BYTES, stream, &attribute,
-             dependent || early);
+      launch(dim3(heads, shares, parts), THREADS, SHARED_BYTES, stream, &attribute, 1);
   return cudaLaunchKernelEx(&config, absorb_query, x_map, out_map,
                             static_cast<const uint8_t*>(weights), weight_scales,
                             static_cast<const __nv_bfloat16*>(rotated), rotated_row, rotated_head,
-                            scale, m, dependent);
+                            scale, m, next_may_begin);
 }

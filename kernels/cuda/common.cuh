@@ -68,17 +68,6 @@ Encode encoder() {
                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-// [rows, width] bfloat16, `step` values from row to row; boxes of so many rows, 64 values each.
-[[maybe_unused]] CUresult describe_rows(CUtensorMap* map, const void* data, int width, int rows,
-                                        int64_t step, int box_rows) {
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(step * 2)};
-  const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(box_rows)}, ones[2] = {1, 1};
-  return encoder()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes,
-                   strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-}
-
 // Once a device: allows the kernel so much shared memory.
 [[maybe_unused]] cudaError_t prepare(const void* kernel, int shared_bytes) {
   static bool prepared[64];

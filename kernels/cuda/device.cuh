@@ -98,28 +98,14 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// A word into shared memory of the cluster, counted by a barrier beside it. (A store that
+// Two floats into shared memory of the cluster, counted by a barrier beside them. (A store that
 // `barrier.cluster` publishes would cost a fence of the whole device.)
-__device__ __forceinline__ void push(uint32_t to, uint32_t word, uint32_t barrier) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
-      "r"(word), "r"(barrier) : "memory");
-}
-
-// Two floats into shared memory of the cluster, counted by a barrier beside them.
 __device__ __forceinline__ void push(uint32_t to, float a, float b, uint32_t barrier) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
           to),
       "f"(a), "f"(b), "r"(barrier)
       : "memory");
-}
-
-__device__ __forceinline__ void push(uint32_t to, float a, float b, float c, float d,
-                                     uint32_t barrier) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::
-          "r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, int inner, int outer,
@@ -151,13 +137,6 @@ __device__ __forceinline__ void load_to_all(uint32_t to, const CUtensorMap* map,
       : "memory");
 }
 
-// Into the L2 cache.
-__device__ __forceinline__ void prefetch_tile(const CUtensorMap* map, int inner, int outer) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
-               "r"(inner), "r"(outer)
-               : "memory");
-}
-
 // So many bytes as they lie, all three in 16s.
 __device__ __forceinline__ void load_bytes(uint32_t to, const void* from, uint32_t bytes,
                                            uint32_t barrier) {
@@ -187,17 +166,6 @@ __device__ __forceinline__ void wait_stores() {
 // What ordinary stores wrote is seen by the copy engine and the products.
 __device__ __forceinline__ void proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// By all threads of a warpgroup; what it gives another one may take.
-template <int LEFT>
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LEFT));
-}
-
-template <int MOST>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MOST));
 }
 
 template <int BARRIER>

@@ -7,11 +7,9 @@
 //
 // A thread block: warps 0-3 and 4-7 multiply 64 rows each, warp 8 keeps the copy engine busy. With
 // SHORT there are 64 rows in all, and the two take turns at the steps: each sums half of the part.
-// With AHEAD the L2 cache is asked for all of the part's weights before the kernel ahead has ended.
-// With FOURS sums are pushed four at a time: in 16 columns a thread's stand beside each other.
 //
-// Compiled with BLOCK_N, SPLIT, PAIR, STAGES, SHORT, AHEAD and FOURS defined, after common.cuh and
-// `multiply`, one wgmma of that width.
+// Compiled with BLOCK_N, SPLIT, PAIR, STAGES and SHORT defined, after common.cuh and `multiply`, one
+// wgmma of that width.
 
 constexpr int BLOCK_M = SHORT ? 64 : 128;
 constexpr int TURNS = SHORT ? 2 : 1;  // warpgroups that take turns at steps
@@ -27,25 +25,16 @@ constexpr int PART_ROWS = BLOCK_M / SPLIT;  // of the result, which a thread blo
 constexpr int OUT_PITCH = BLOCK_N + 8;      // of bfloat16
 constexpr int OUT_BYTES =
     SPLIT > 1 ? SHARES * PART_ROWS * SUM_PITCH * 4 : BLOCK_M * OUT_PITCH * 2;
-constexpr int STAGES_BYTES = STAGES * STAGE_BYTES;
-// Where sums have no room beside the steps they take their place, when all of the cluster are done.
-constexpr bool OVER =
-    SPLIT > 1 && STAGES_BYTES + OUT_BYTES + STAGES * (SCALE_BYTES + 16) + 1032 > 227 * 1024;
-constexpr int OUT_AT = OVER ? 0 : STAGES_BYTES;
-constexpr int SCALES_AT = OVER ? STAGES_BYTES : OUT_AT + OUT_BYTES;
+constexpr int OUT_AT = STAGES * STAGE_BYTES;
+constexpr int SCALES_AT = OUT_AT + OUT_BYTES;
 constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALE_BYTES;
 constexpr int SHARED_BYTES = BARRIERS_AT + (2 * STAGES + 1) * 8 + 1024;
 constexpr bool CROSSES = 128 % BLOCK_N != 0;  // a tile may lie in two blocks of weights
-constexpr bool WIDE = BLOCK_N > 136;  // more than the 168 registers of a thread in nine warps
-constexpr int THREADS = WIDE ? 384 : 288;
-// Eights of columns that lie in one block of weights together.
-constexpr int TOGETHER = WIDE ? (BLOCK_N & -BLOCK_N) / 8 : 1;
+constexpr int THREADS = 288;
 static_assert(W_BYTES % 1024 == 0, "swizzled rows");
-static_assert(BLOCK_N <= 128 + (BLOCK_N & -BLOCK_N), "a tile lies in two blocks of weights at most");
+static_assert(BLOCK_N <= 128 || BLOCK_N == 136, "a tile lies in two blocks of weights at most");
 static_assert(SHARED_BYTES <= 227 * 1024 && CLUSTER <= 8, "what a multiprocessor has");
-static_assert(!OVER || OUT_BYTES <= STAGES_BYTES, "sums in the place of steps");
 static_assert(!SHORT || (SPLIT > 1 && SPLIT <= 4 && PAIR == 1), "16 rows of a warp, one adder");
-static_assert(!FOURS || (SPLIT > 1 && BLOCK_N % 16 == 0), "pairs of eight columns");
 static_assert(!SHORT || STAGES % 2 == 0, "a warpgroup sees all that passes its stages");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -86,13 +75,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (CLUSTER > 1) cluster_arrive();
   if (PAIR > 1) cluster_wait();  // before a member loads into another
 
-  if (WIDE ? warp >= 8 : warp == 8) {
-    if (WIDE) give_registers<40>();
-    if ((!WIDE || warp == 8) && lane == 0) {
+  if (warp == 8) {
+    if (lane == 0) {
       // Weights that pass by once need not be kept by the L2 cache: evict first, else normally.
       const uint64_t policy = groups_m == 1 ? 0x12F0000000000000ull : 0x1000000000000000ull;
       const uint16_t members = ((1 << PAIR) - 1) << (part * PAIR);
-            const auto weights = [&](int turn, int tile, int i) {
+      const auto weights = [&](int turn, int tile, int i) {
         const int s = turn % STAGES;
         const uint32_t to = base + s * STAGE_BYTES + X_BYTES, barrier = full + s * 8;
         const int inner = (first + i) * GROUP, outer = column_of(tile);
@@ -112,9 +100,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         expect(full + turn % STAGES * 8, row_bytes + W_BYTES);
         weights(turn, tile, turn);
       }
-      if (AHEAD)
-        for (int i = ahead; i < count; ++i)
-          if (i % PAIR == member) prefetch_tile(&w_map, (first + i) * GROUP, column_of(tile));
       // x is the output of the kernel before; the weights are not.
       wait_for_ahead();
       for (int i = 0; i < ahead; ++i) rows(i, tile, i);
@@ -128,13 +113,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
     }
     __syncwarp();
-    if (OVER && PAIR == 1) cluster_wait();
-    if (PAIR > 1 || OVER) cluster_arrive();
+    if (PAIR > 1) cluster_arrive();
     if (CLUSTER > 1) cluster_wait();
     return;
   }
 
-  if (WIDE) take_registers<232>();
   const int half = warp / 4;
   const int row0_of_half = SHORT ? 0 : half * 64;
   const int row = row0_of_half + warp % 4 * 16 + lane / 4;  // and row + 8
@@ -187,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       release(barrier);
 #pragma unroll
       for (int j = 0; j < BLOCK_N / 8; ++j) {
-        const float weight = !CROSSES || j / TOGETHER * TOGETHER < boundary ? near : far;
+        const float weight = !CROSSES || j < boundary ? near : far;
         sums[4 * j] += product[4 * j] * (upper * weight);
         sums[4 * j + 1] += product[4 * j + 1] * (upper * weight);
         sums[4 * j + 2] += product[4 * j + 2] * (lower * weight);
@@ -197,23 +180,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if constexpr (SPLIT > 1) {
       // A warp's 16 rows go to the thread block that adds them up, beside those of other parts.
       if (PAIR == 1) cluster_wait();  // they have begun
-      if (OVER) {
-        cluster_arrive();
-        cluster_wait();
-      }
       const int to = (row - lane / 4) / PART_ROWS, rank_to = to * PAIR + member;
       const uint32_t barrier = of_rank(summed, rank_to);
       const int share = part * TURNS + (SHORT ? half : 0);
-      const int at = (share * PART_ROWS + row - to * PART_ROWS) * SUM_PITCH + lane % 4 * (FOURS ? 4 : 2);
+      const int at = (share * PART_ROWS + row - to * PART_ROWS) * SUM_PITCH + lane % 4 * 2;
       const uint32_t upper = of_rank(base + OUT_AT + at * 4, rank_to);
 #pragma unroll
-      for (int j = 0; FOURS && j < BLOCK_N / 8; j += 2) {
-        const float* const two = sums + 4 * j;
-        push(upper + j * 32, two[0], two[1], two[4], two[5], barrier);
-        push(upper + j * 32 + 8 * SUM_PITCH * 4, two[2], two[3], two[6], two[7], barrier);
-      }
-#pragma unroll
-      for (int j = 0; !FOURS && j < BLOCK_N / 8; ++j) {
+      for (int j = 0; j < BLOCK_N / 8; ++j) {
         push(upper + j * 32, sums[4 * j], sums[4 * j + 1], barrier);
         push(upper + j * 32 + 8 * SUM_PITCH * 4, sums[4 * j + 2], sums[4 * j + 3], barrier);
       }
@@ -225,14 +198,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         float total[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int p = 0; p < SHARES; ++p) {
-          const float* const at = shares + (p * PART_ROWS + inside) * SUM_PITCH;
-          float4 v;
-          if constexpr (FOURS) {
-            const float* const two = at + c / 16 * 16 + c % 8 * 2 + c % 16 / 8 * 2;
-            v = make_float4(two[0], two[1], two[4], two[5]);
-          } else {
-            v = *reinterpret_cast<const float4*>(at + c);
-          }
+          const float* const at = shares + (p * PART_ROWS + inside) * SUM_PITCH + c;
+          const float4 v = *reinterpret_cast<const float4*>(at);
           total[0] += v.x, total[1] += v.y, total[2] += v.z, total[3] += v.w;
         }
         if (r < m && column0 + c < n)
@@ -263,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   }
   // A member may still say that it has read what this thread block multicast.
-  if (PAIR > 1 && !OVER) {
+  if (PAIR > 1) {
     cluster_arrive();
     cluster_wait();
   }

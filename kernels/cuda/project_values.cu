@@ -3,16 +3,16 @@
 //
 // A thread block keeps one head's weight in shared memory as bfloat16, which holds e4m3 exactly, so
 // that device memory is read once and in FP8, and streams tiles of 64 rows past it. Scales of
-// weights multiply float32 sums. Warps 0-3 and 4-7 take turns at tiles; warp 8 loads them. With
-// WHOLE the copy engine brings the weight, too, through the same ring ahead of the rows.
+// weights multiply float32 sums. Warps 0-3 and 4-7 take turns at tiles; warp 8 loads the weight,
+// and then them, through one ring.
 //
-// Compiled with WHOLE defined, after common.cuh and `multiply`, a bfloat16 wgmma of 128 columns.
+// Compiled after common.cuh and `multiply`, a bfloat16 wgmma of 128 columns.
 
 constexpr int K = 512, N = 128, ROWS = 64;
 constexpr int PANEL = 64;  // columns of bfloat16 in 128 swizzled bytes
 constexpr int PANEL_BYTES = ROWS * 128;
 constexpr int SLOTS = 9, TILE_SLOTS = K / PANEL;
-constexpr int AHEAD = WHOLE ? N * K / PANEL_BYTES : 0;  // turns of the ring that bring the weight
+constexpr int AHEAD = N * K / PANEL_BYTES;  // turns of the ring that bring the weight
 constexpr int OUT_PITCH = 144;  // so that eight rows lie in different banks
 constexpr int OUT_BYTES = ROWS * OUT_PITCH;
 constexpr int RING_AT = N * K * 2, OUT_AT = RING_AT + SLOTS * PANEL_BYTES;
@@ -21,27 +21,8 @@ constexpr int SHARED_BYTES = BARRIERS_AT + 2 * SLOTS * 8 + 1024;
 constexpr int THREADS = 288;
 static_assert(SHARED_BYTES <= 227 * 1024, "what a multiprocessor has");
 
-// One head's weight [N, K] to swizzled panels of 64 columns.
-__device__ __forceinline__ void keep_weight(const uint8_t* weight, uint8_t* shared) {
-  constexpr int CHUNKS = K / 16, TURNS = N * CHUNKS / 256;
-#pragma unroll 1
-  for (int begin = 0; begin < TURNS; begin += 8) {
-    uint4 loaded[8];
-#pragma unroll
-    for (int turn = 0; turn < 8; ++turn)
-      loaded[turn] = __ldg(reinterpret_cast<const uint4*>(weight) + (begin + turn) * 256 +
-                           threadIdx.x);
-#pragma unroll
-    for (int turn = 0; turn < 8; ++turn) {
-      const int index = (begin + turn) * 256 + threadIdx.x;
-      keep_widened(loaded[turn], shared, N, index / CHUNKS, index % CHUNKS * 16);
-    }
-  }
-  proxy_fence();
-  meet<3>(256);
-}
-
-// The same from the ring's first turns, which the warpgroups take by turns.
+// One head's weight [N, K] to swizzled panels of 64 columns, from the ring's first turns, which the
+// warpgroups take by turns.
 template <typename Release>
 __device__ __forceinline__ void keep_arrived(uint8_t* shared, uint32_t full, int half,
                                              const Release& release) {
@@ -116,10 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncwarp();
     if (lane == 0) arrive(empty + s * 8);
   };
-  if (WHOLE)
-    keep_arrived(shared, full, half, release);
-  else
-    keep_weight(weight, shared);
+  keep_arrived(shared, full, half, release);
   float factors[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) factors[i] = weight_scales[head * 4 + i] * 1.0f;

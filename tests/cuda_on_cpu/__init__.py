@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pdmesh.kernels import cuda_absorbed, cuda_build, cuda_gate, cuda_gemm, hopper_mla
+from pdmesh.kernels import cuda_absorbed, cuda_build, cuda_gemm, hopper_mla
 
 HERE = Path(__file__).parent
 
@@ -123,7 +123,7 @@ def on_cpu(monkeypatch):
         loaded.append(library(text))
         return loaded[-1]
 
-    caches = [cuda_gemm._functions, cuda_absorbed._launcher, cuda_gate._launcher]
+    caches = [cuda_gemm._functions, cuda_absorbed._launcher]
     monkeypatch.setattr(cuda_build, "on_hopper", device)
     monkeypatch.setattr(cuda_build, "loaded", load)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))

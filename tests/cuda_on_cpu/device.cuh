@@ -59,12 +59,6 @@ T __shfl_sync(unsigned, T value, int from) {
   return shuffled(value, from);
 }
 
-template <typename T>
-T __shfl_up_sync(unsigned, T value, int step) {
-  const int lane = threadIdx.x % 32;
-  return shuffled(value, lane >= step ? lane - step : lane);
-}
-
 template <typename T, typename Merge>
 T reduced(T value, const Merge& merge) {
   for (int mask = 16; mask; mask /= 2) value = merge(value, __shfl_xor_sync(~0u, value, mask));
@@ -73,22 +67,6 @@ T reduced(T value, const Merge& merge) {
 
 inline int __reduce_max_sync(unsigned, int value) {
   return reduced(value, [](int a, int b) { return max(a, b); });
-}
-
-inline unsigned __reduce_min_sync(unsigned, unsigned value) {
-  return reduced(value, [](unsigned a, unsigned b) { return min(a, b); });
-}
-
-inline unsigned __reduce_or_sync(unsigned, unsigned value) {
-  return reduced(value, [](unsigned a, unsigned b) { return a | b; });
-}
-
-inline int __popc(unsigned value) { return __builtin_popcount(value); }
-
-inline unsigned atomicOr(unsigned* at, unsigned bits) {
-  const unsigned before = *at;
-  *at |= bits;
-  return before;
 }
 
 inline float __int_as_float(int bits) {
@@ -167,14 +145,6 @@ inline void arrive(uint32_t barrier) { cpu::arrived(*cpu::me->block, barrier); }
 
 inline void arrive_at(uint32_t barrier) { cpu::arrived(cpu::block_of(barrier), barrier); }
 
-inline void push(uint32_t to, uint32_t word, uint32_t barrier) {
-  cpu::Block* const block = &cpu::block_of(to);
-  cpu::copies.push_back([=] {
-    memcpy(cpu::shared_at(*block, to), &word, 4);
-    cpu::moved(*block, barrier, 4);
-  });
-}
-
 inline void push(uint32_t to, float a, float b, uint32_t barrier) {
   cpu::Block* const block = &cpu::block_of(to);
   cpu::copies.push_back([=] {
@@ -182,12 +152,6 @@ inline void push(uint32_t to, float a, float b, uint32_t barrier) {
     memcpy(cpu::shared_at(*block, to), two, 8);
     cpu::moved(*block, barrier, 8);
   });
-}
-
-inline void push(uint32_t to, float a, float b, float c, float d, uint32_t barrier) {
-  if (to % 16) std::abort();
-  push(to, a, b, barrier);
-  push(to + 8, c, d, barrier);
 }
 
 // The tensor map that `encoder` makes here, in the place of CUDA's.
@@ -234,8 +198,6 @@ inline void load_to_all(uint32_t to, const CUtensorMap* map, int inner, int oute
   for (size_t rank = 0; rank < cpu::blocks.size(); ++rank)
     if (members >> rank & 1) fetch_box(map, {inner, outer, 0}, &cpu::blocks[rank], to, barrier);
 }
-
-inline void prefetch_tile(const CUtensorMap*, int, int) {}
 
 inline void load_head(uint32_t to, const CUtensorMap* map, int column, int head, int row, uint32_t barrier) {
   fetch_box(map, {column, head, row}, &cpu::block_of(to), to, barrier);
