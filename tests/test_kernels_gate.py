@@ -32,7 +32,7 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(fast, "tile_for", lambda rows, wide: project.Tile(256, 16, 32, 4, 1))
     real = place.place
 
-    def cheap(ids, out, chained=0):
+    def cheap(ids, out, chained=False):
         if out.counts.shape[0] <= 16:
             return real(ids, out, chained)
         for mine, theirs in zip(out, definition.place_choices(ids, len(out.counts)), strict=True):

@@ -70,7 +70,7 @@ ENTRIES = (
                 "EXPERTS": experts,
                 "ROWS": rows,
                 "STEP": 64,
-                "CHAINED": 1,
+                "CHAINED": True,
             },
             {"num_stages": 4},
         )
@@ -100,7 +100,7 @@ ENTRIES = (
                 "TOP_GROUPS": best,
                 "SIZE": size,
                 "SIZE_PADDED": padded,
-                "CHAINED": 1,
+                "CHAINED": True,
             },
             {"num_warps": 1, "launch_pdl": True},
         )
@@ -110,7 +110,9 @@ ENTRIES = (
             (1, False, 6, 1, 1, 64, 64),
         )
     ),
-    Entry("place", "place_kernel", "*i32! *i32! *i32! *i32! i32!", {"BLOCK": 4096, "CHAINED": 1}),
+    Entry(
+        "place", "place_kernel", "*i32! *i32! *i32! *i32! i32!", {"BLOCK": 4096, "CHAINED": True}
+    ),
     Entry(
         "permute",
         "permute_masked_kernel",

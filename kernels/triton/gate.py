@@ -16,8 +16,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pdmesh.kernels.gate import GateRule
 from pdmesh.kernels.routing import Places, Routing
 from pdmesh.kernels.triton.choose import choose_rows, expert_columns, rule_constants
+from pdmesh.kernels.triton.launch import chains
 from pdmesh.kernels.triton.place import place
-from pdmesh.kernels.triton.project import Chain, Tile, project, tile_for, workspace
+from pdmesh.kernels.triton.project import Tile, project, tile_for, workspace
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def choose_kernel(
     SIZE_PADDED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    if CHAINED == 1:
+    if CHAINED:
         gdc_launch_dependents()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     expert, inside = expert_columns(GROUPS, GROUPS_PADDED, SIZE, SIZE_PADDED)
@@ -81,8 +82,6 @@ def choose_kernel(
     kept = (to < TOP) & (row < rows)
     tl.store(ids + row * TOP + to, chosen, mask=kept)
     tl.store(weights + row * TOP + to, weight, mask=kept)
-    if CHAINED == 2:
-        gdc_launch_dependents()
 
 
 def new_routing(rows: int, rule: GateRule, device: torch.device | str) -> Routing:
@@ -106,7 +105,7 @@ def gate_topk(
     out: Routing | None = None,
     work: Tensor | None = None,
     tile: Tile | None = None,
-    chained: Chain = 0,
+    chained: bool | None = None,
 ) -> Routing:
     """Projects rows to experts, chooses, and counts: `pdmesh.kernels.routing.gate_topk`.
 
@@ -120,8 +119,8 @@ def gate_topk(
         out: where the result goes; made if it is None.
         work: see `workspace`; made if it is None.
         tile: for tuning.
-        chained: whether one launch may begin before the one before it has ended (programmatic
-            dependent launch, CUDA programming guide): 0 no, 1 at once, 2 when that has written.
+        chained: whether the second launch and the third may begin before the one ahead has ended
+            (programmatic dependent launch, CUDA programming guide); by default where they can.
     """
     rows = x.shape[0]
     check(x, weight, bias, rule)
@@ -132,6 +131,7 @@ def gate_topk(
         return out
     work = workspace(rows, weight.shape[0], x.device) if work is None else work
     wide = weight.dtype == torch.float32
+    chained = chains(x) if chained is None else chained
     project(x, weight, work, tile or tile_for(rows, wide), chained)
     choose(work, bias, rule, num_rows, out, chained)
     place(out.ids, Places(out.counts, out.offsets, out.places), chained)
@@ -144,7 +144,7 @@ def choose(
     rule: GateRule,
     num_rows: Tensor | None,
     out: Routing,
-    chained: Chain,
+    chained: bool,
     rows_a_program: int = 1,
 ) -> None:
     """Adds up the chunks in `work` and writes ids and weights of `out`; a warp a row."""

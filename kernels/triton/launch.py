@@ -34,6 +34,16 @@ def multiprocessors(x: Tensor) -> int:
     return _multiprocessors(x.device.index) if x.is_cuda else CPU_PROGRAMS
 
 
+@functools.cache
+def _chains(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def chains(x: Tensor) -> bool:
+    """Whether a launch on the device of `x` may begin before the one ahead has ended."""
+    return x.is_cuda and _chains(x.device.index)
+
+
 @contextlib.contextmanager
 def next_may_begin() -> Iterator[None]:
     """Norms and `rope_append` launched in here let a dependent behind them begin at once.

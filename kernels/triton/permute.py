@@ -235,7 +235,7 @@ def unpermute(
     weights: Tensor,
     *,
     out: Tensor | None = None,
-    num_warps: int = 4,
+    num_warps: int = 8,
 ) -> Tensor:
     """The weighted sum of what the experts gave: `pdmesh.kernels.routing.unpermute`.
 

