@@ -34,38 +34,68 @@ class Measured(NamedTuple):
 
 MEASURED: dict[tuple[int, int], tuple[Measured, ...]] = {
     (2112, 7168): (
-        Measured(16, {"cluster": 11.2, "split": 8.7, "deep_gemm": 10.6, "cublaslt": 15.7}),
-        Measured(64, {"cluster": 10.9, "split": 10.7, "deep_gemm": 9.9, "cublaslt": 22.4}),
-        Measured(128, {"cluster": 10.6, "split": 12.2, "deep_gemm": 10.8, "cublaslt": 22.5}),
-        Measured(256, {"cluster": 14.4, "split": 15.7, "deep_gemm": 12.1, "cublaslt": 22.6}),
+        Measured(4, {"cluster": 8.5, "split": 8.3, "deep_gemm": 13.2, "cublaslt": 15.7}),
+        Measured(16, {"cluster": 8.7, "split": 9.1, "deep_gemm": 10.8, "cublaslt": 15.8}),
+        Measured(32, {"cluster": 8.8, "split": 10.9, "deep_gemm": 11.0, "cublaslt": 16.0}),
+        Measured(64, {"cluster": 9.1, "split": 11.1, "deep_gemm": 10.2, "cublaslt": 22.6}),
+        Measured(128, {"cluster": 11.5, "split": 12.5, "deep_gemm": 11.0, "cublaslt": 22.7}),
+        Measured(256, {"cluster": 14.8, "split": 16.0, "deep_gemm": 12.3, "cublaslt": 22.9}),
+    ),
+    (1536, 7168): (
+        Measured(4, {"cluster": 8.7, "split": 8.1, "deep_gemm": 12.5, "cublaslt": 15.5}),
+        Measured(16, {"cluster": 8.7, "split": 8.7, "deep_gemm": 10.6, "cublaslt": 15.6}),
+        Measured(32, {"cluster": 8.8, "split": 10.0, "deep_gemm": 10.7, "cublaslt": 15.8}),
+        Measured(64, {"cluster": 9.0, "split": 10.3, "deep_gemm": 9.9, "cublaslt": 16.1}),
+        Measured(128, {"cluster": 11.3, "split": 11.2, "deep_gemm": 10.9, "cublaslt": 22.6}),
+        Measured(256, {"cluster": 14.7, "split": 15.2, "deep_gemm": 11.7, "cublaslt": 22.7}),
+    ),
+    (576, 7168): (
+        Measured(4, {"cluster": 5.2, "split": 6.3, "deep_gemm": 10.2, "cublaslt": 15.3}),
+        Measured(16, {"cluster": 5.3, "split": 7.1, "deep_gemm": 10.2, "cublaslt": 15.4}),
+        Measured(32, {"cluster": 5.4, "split": 8.0, "deep_gemm": 10.3, "cublaslt": 15.4}),
+        Measured(64, {"cluster": 5.8, "split": 9.2, "deep_gemm": 9.5, "cublaslt": 15.6}),
+        Measured(128, {"cluster": 7.0, "split": 10.2, "deep_gemm": 9.6, "cublaslt": 16.2}),
+        Measured(256, {"cluster": 9.7, "split": 13.9, "deep_gemm": 10.5, "cublaslt": 22.4}),
     ),
     (24576, 1536): (
-        Measured(16, {"cluster": 18.5, "split": 11.8, "deep_gemm": 15.1, "cublaslt": 15.8}),
-        Measured(64, {"cluster": 18.2, "split": 12.5, "deep_gemm": 14.5, "cublaslt": 16.7}),
-        Measured(128, {"cluster": 18.2, "split": 18.8, "deep_gemm": 35.8, "cublaslt": 16.0}),
-        Measured(256, {"cluster": 27.9, "split": 27.7, "deep_gemm": 20.4, "cublaslt": 22.3}),
+        Measured(4, {"cluster": 13.1, "split": 12.5, "deep_gemm": 15.5, "cublaslt": 16.4}),
+        Measured(16, {"cluster": 13.1, "split": 12.9, "deep_gemm": 15.7, "cublaslt": 16.6}),
+        Measured(32, {"cluster": 13.3, "split": 14.5, "deep_gemm": 15.9, "cublaslt": 16.8}),
+        Measured(64, {"cluster": 13.6, "split": 14.0, "deep_gemm": 15.2, "cublaslt": 17.1}),
+        Measured(128, {"cluster": 17.9, "split": 19.7, "deep_gemm": 36.9, "cublaslt": 16.6}),
+        Measured(256, {"cluster": 26.0, "split": 28.0, "deep_gemm": 21.2, "cublaslt": 22.8}),
     ),
     (7168, 16384): (
-        Measured(16, {"cluster": 51.6, "split": 33.4, "deep_gemm": 36.5, "cublaslt": 41.7}),
-        Measured(64, {"cluster": 46.5, "split": 36.0, "deep_gemm": 36.1, "cublaslt": 48.8}),
-        Measured(128, {"cluster": 36.0, "split": 42.4, "deep_gemm": 44.5, "cublaslt": 49.5}),
-        Measured(256, {"cluster": 59.9, "split": 71.6, "deep_gemm": 57.5, "cublaslt": 52.7}),
+        Measured(4, {"cluster": 36.4, "split": 35.8, "deep_gemm": 39.0, "cublaslt": 41.0}),
+        Measured(16, {"cluster": 36.4, "split": 35.5, "deep_gemm": 39.6, "cublaslt": 40.9}),
+        Measured(32, {"cluster": 36.8, "split": 41.2, "deep_gemm": 37.5, "cublaslt": 48.7}),
+        Measured(64, {"cluster": 36.9, "split": 38.0, "deep_gemm": 38.9, "cublaslt": 48.9}),
+        Measured(128, {"cluster": 39.2, "split": 43.7, "deep_gemm": 44.1, "cublaslt": 49.6}),
+        Measured(256, {"cluster": 69.0, "split": 72.1, "deep_gemm": 57.3, "cublaslt": 52.5}),
     ),
     (4096, 7168): (
-        Measured(16, {"cluster": 17.5, "split": 11.3, "deep_gemm": 12.2, "cublaslt": 16.4}),
-        Measured(64, {"cluster": 16.0, "split": 13.7, "deep_gemm": 11.6, "cublaslt": 22.4}),
-        Measured(128, {"cluster": 11.6, "split": 16.6, "deep_gemm": 12.5, "cublaslt": 22.7}),
-        Measured(256, {"cluster": 17.5, "split": 20.5, "deep_gemm": 17.3, "cublaslt": 22.8}),
+        Measured(4, {"cluster": 13.2, "split": 11.6, "deep_gemm": 15.6, "cublaslt": 16.7}),
+        Measured(16, {"cluster": 13.3, "split": 12.2, "deep_gemm": 12.9, "cublaslt": 16.9}),
+        Measured(32, {"cluster": 13.3, "split": 15.6, "deep_gemm": 12.9, "cublaslt": 22.9}),
+        Measured(64, {"cluster": 13.5, "split": 14.9, "deep_gemm": 12.2, "cublaslt": 23.0}),
+        Measured(128, {"cluster": 15.6, "split": 17.5, "deep_gemm": 13.2, "cublaslt": 23.2}),
+        Measured(256, {"cluster": 21.6, "split": 20.8, "deep_gemm": 18.0, "cublaslt": 23.5}),
     ),
     (7168, 2048): (
-        Measured(16, {"cluster": 8.3, "split": 7.7, "deep_gemm": 7.1, "cublaslt": 9.4}),
-        Measured(64, {"cluster": 8.3, "split": 8.9, "deep_gemm": 7.0, "cublaslt": 9.5}),
-        Measured(128, {"cluster": 7.6, "split": 9.6, "deep_gemm": 8.5, "cublaslt": 9.7}),
-        Measured(256, {"cluster": 10.7, "split": 12.3, "deep_gemm": 10.5, "cublaslt": 9.9}),
+        Measured(4, {"split": 7.8, "deep_gemm": 7.6, "cublaslt": 9.6}),
+        Measured(16, {"split": 8.1, "deep_gemm": 7.4, "cublaslt": 9.7}),
+        Measured(32, {"cluster": 7.6, "split": 10.1, "deep_gemm": 7.7, "cublaslt": 9.7}),
+        Measured(64, {"cluster": 7.0, "split": 9.5, "deep_gemm": 7.4, "cublaslt": 9.9}),
+        Measured(128, {"cluster": 8.1, "split": 10.6, "deep_gemm": 8.8, "cublaslt": 10.1}),
+        Measured(256, {"cluster": 11.8, "split": 12.5, "deep_gemm": 10.9, "cublaslt": 10.3}),
     ),
 }
-"""By (n, k): bench/gpu_gemm.py --tune, the fastest tile of each. `cluster` with a dependent launch,
-and before the parts of a sum were pushed rather than fetched."""
+"""By (n, k): bench/roofline.py in one run, `cluster` as a dependent.
+
+Where `bench/gpu_gemm.py --tune` found a faster tile the same day, which `gemm_config` has now, it
+has the search's time (2112 x 7168 from 128 rows on, 7168 x 16384 at 128, 7168 x 2048 at 64, 128);
+a search measures 3 to 10 % less than the roofline does. That would decide for 24576 x 1536 at 128
+rows (15.9 in the search): there the earlier tile's time stands."""
 
 MANY_ROWS = 512
 """From here on a product has tiles enough without a split."""
