@@ -13,9 +13,10 @@ GROUPED = ("deep_gemm", "triton", "torch")
 """`deep_gemm_backend`, `triton.grouped_gemm`, `quantised`."""
 
 
-FEW_ROWS = 64
-"""Up to here the generic product is the faster one: 32 experts, 4096 x 7168 and 7168 x 2048, took
-233 + 129 us with 64 rows each (DeepGEMM 250 + 137), and 371 + 193 us with 128 (277 + 152)."""
+FEW_ROWS, MANY_EXPERTS = 16, 8
+"""The generic product is the faster one for so few rows of so many experts: 4096 x 7168 and 7168 x
+2048 took 64 + 36 us with 16 rows of 8 experts (DeepGEMM 65 + 37), 66 + 37 with 32 (65 + 37); with 8
+rows of 2 experts 33 + 13 (20 + 12). bench/roofline.py on one H200."""
 
 
 class Choice(NamedTuple):
@@ -124,17 +125,18 @@ def choose_dense(m: int, n: int, k: int, missing: Mapping[str, str]) -> Choice:
     return _first(order, what, missing)
 
 
-def choose_grouped(rows: int, missing: Mapping[str, str]) -> Choice:
+def choose_grouped(experts: int, rows: int, missing: Mapping[str, str]) -> Choice:
     """Backend of the experts' products, masked or contiguous.
 
     Args:
         rows: how many an expert probably has.
         missing: as in `choose_dense`.
     """
-    if rows <= FEW_ROWS:
+    few = f"{FEW_ROWS} rows or fewer of {MANY_EXPERTS} experts or more"
+    if rows <= FEW_ROWS and experts >= MANY_EXPERTS:
         order = ["triton", *(name for name in GROUPED if name != "triton")]
-        return _first(order, f"the fastest for experts of {FEW_ROWS} rows or fewer", missing)
-    return _first(list(GROUPED), f"the fastest for experts of more than {FEW_ROWS} rows", missing)
+        return _first(order, f"the fastest for {few}", missing)
+    return _first(list(GROUPED), f"the fastest but for {few}", missing)
 
 
 def _first(order: list[str], what: str, missing: Mapping[str, str]) -> Choice:

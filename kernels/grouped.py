@@ -12,18 +12,18 @@ from pdmesh.kernels.quantised import BlockWeight, Rows
 
 
 @cache
-def choose_masked(space: int, expected: int, n: int, k: int) -> Choice:
+def choose_masked(experts: int, space: int, expected: int, n: int, k: int) -> Choice:
     """The backend for experts [n, k] with space for `space` rows each, `expected` of them used."""
     problem = deep_gemm_backend.unavailable()
     problem = problem or deep_gemm_backend.unsupported_masked(space, n, k)
-    return choose_grouped(expected, {} if problem is None else {"deep_gemm": problem})
+    return choose_grouped(experts, expected, {} if problem is None else {"deep_gemm": problem})
 
 
 @cache
 def choose_contiguous(n: int, k: int) -> Choice:
     """The backend for experts [n, k] whose rows are sorted."""
     problem = deep_gemm_backend.unavailable() or deep_gemm_backend.unsupported(n, k)
-    return choose_grouped(FEW_ROWS + 1, {} if problem is None else {"deep_gemm": problem})
+    return choose_grouped(0, FEW_ROWS + 1, {} if problem is None else {"deep_gemm": problem})
 
 
 def masked_grouped_gemm(
@@ -32,8 +32,8 @@ def masked_grouped_gemm(
     """See `quantised.masked_grouped_gemm`."""
     from pdmesh.kernels.triton import grouped_gemm
 
-    _, n, k = weight.values.shape
-    chosen = choose_masked(x.values.shape[1], expected, n, k).backend
+    experts, n, k = weight.values.shape
+    chosen = choose_masked(experts, x.values.shape[1], expected, n, k).backend
     module = deep_gemm_backend if chosen == "deep_gemm" else grouped_gemm
     output: Tensor = module.masked_grouped_gemm(x, weight, counts, expected, out=out)
     return output

@@ -57,14 +57,16 @@ def test_torch_is_what_is_left_and_every_missing_one_is_named():
         assert got.backend == "torch"
         for name in gemm_choice.DENSE[:-1]:
             assert f"not {name}, as {name} is not there" in got.reason
-    assert choose_grouped(16, missing).backend == choose_grouped(128, missing).backend == "torch"
+    assert choose_grouped(8, 16, missing).backend == "torch"
+    assert choose_grouped(8, 128, missing).backend == "torch"
 
 
-def test_experts_of_few_rows_take_the_generic_product_and_others_the_library():
-    assert choose_grouped(64, {}).backend == "triton"
-    assert choose_grouped(65, {}).backend == "deep_gemm"
-    assert choose_grouped(16, {"triton": "no triton"}).backend == "deep_gemm"
-    assert choose_grouped(128, {"deep_gemm": "no"}).backend == "triton"
+def test_many_experts_of_few_rows_take_the_generic_product_and_others_the_library():
+    assert choose_grouped(8, 16, {}).backend == "triton"
+    assert choose_grouped(8, 17, {}).backend == "deep_gemm"
+    assert choose_grouped(4, 16, {}).backend == "deep_gemm"
+    assert choose_grouped(8, 16, {"triton": "no triton"}).backend == "deep_gemm"
+    assert choose_grouped(8, 128, {"deep_gemm": "no"}).backend == "triton"
 
 
 def test_the_library_is_not_given_tiles_that_reach_into_the_next_expert():
