@@ -13,8 +13,9 @@ that the kernel has to read and write. What the same rows cost on NVLink or on a
 computed from their bytes, not measured.
 
 With at least as many GPUs as ranks there is a process a GPU, over NVSHMEM: dispatch is send and
-receive, combine likewise, both waits included; medians over exchanges of the slowest rank; beside
-NCCL's all-to-all of one row a choice, as bfloat16.
+receive, combine likewise, both waits included; medians over exchanges of the slowest rank, inside
+of CUDA graphs. Beside each, taken the same way, NCCL's all-to-all of the same bytes to the same
+ranks, which does nothing else; and their parts, as graphs of their own, so all of them take longer.
 """
 
 from __future__ import annotations
