@@ -12,6 +12,7 @@ from symmetric_rig import Group, Walk, channel, experts_made, inputs, same_bits,
 
 from pdmesh.kernels.expert_exchange import ExchangeSize
 from pdmesh.kernels.symmetric import in_process_heaps
+from pdmesh.model.parallel import nvshmem_lane
 from pdmesh.model.parallel.exchange import RankLost
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.nvshmem import ExpertsFull, NvshmemExperts
@@ -261,6 +262,20 @@ def test_rows_and_outputs_are_put_to_peers_that_are_not_mapped(monkeypatch, mapp
     for seed, (kind, counts) in enumerate(steps):
         group.check(*inputs(group.size, counts, kind, EXPERTS, seed))
     assert puts.calls > 2 * len(steps)
+
+
+def test_many_rows_are_put_in_more_pieces_and_ranks_need_not_agree_in_how_many(monkeypatch):
+    monkeypatch.setattr(nvshmem_lane, "PUT_ROWS", 1)
+    placement = Placement(EXPERTS, (((0, 1, 2), (3, 4, 5)),))
+    calls = []
+    for most in (1, 3, 9):
+        monkeypatch.setattr(nvshmem_lane, "PUT_CHUNKS", (1, most))
+        group = Group(placement, sized(placement), mapped=lambda rank: (rank,))
+        puts = put_in_process.install(monkeypatch, group.heaps)
+        for seed, counts in enumerate(((5, 1), (0, 4), (5, 5))):
+            group.check(*inputs(group.size, counts, "skewed", EXPERTS, seed))
+        calls.append(puts.calls)
+    assert calls[0] < calls[1] < calls[2]
 
 
 def test_placements_with_more_or_fewer_slots_put_with_one_kernel(monkeypatch):

@@ -21,8 +21,9 @@ from pdmesh.kernels.symmetric import SymmetricHeap
 from pdmesh.model.parallel.nvshmem_memory import Arena, Region, Tuning, power
 from pdmesh.model.parallel.nvshmem_tables import LayerTable, Tables
 
-PUT_CHUNKS = 4
-"""Puts at a time to one peer."""
+PUT_CHUNKS, PUT_ROWS = (4, 32), 32
+"""Puts at a time to one peer: the least and the most; between them one for so many rows. Where the
+library finds a peer's memory mapped, a put is as fast as one program copies, far below NVLink."""
 PUT_SLOTS = 256
 """Up to so many slots of a rank make one kernel: linking the device library in takes seconds."""
 
@@ -219,10 +220,11 @@ class Lane:
         if self._outbox.nbytes:
             from pdmesh.kernels.triton.ep_put import put_rows_kernel
 
-            put_rows_kernel[(size.ranks, PUT_CHUNKS)](
+            chunks = min(max(count // PUT_ROWS, PUT_CHUNKS[0]), PUT_CHUNKS[1])
+            put_rows_kernel[(size.ranks, chunks)](
                 self._own(self._outbox), self._own(self._outcounts), self._own(self._stage),
                 self._own(self._there), self._own(self._tags), self._own(self._arrivals),
-                self._rows_to, self._puts, self.step, self._heap.rank, PUT_CHUNKS,
+                self._rows_to, self._puts, self.step, self._heap.rank, chunks,
                 size.ranks, size.slots, size.note, size.record, size.notes_bytes,
                 size.inbox_bytes, num_warps=8,
             )  # fmt: skip
