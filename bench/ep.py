@@ -126,6 +126,7 @@ class OneGpu:
         places = self.ends[0]._tables[0]
         found = {
             "spread": timed(lane.spread_rows),
+            "spread whole": timed(lambda: lane.spread_rows(whole=True)),
             "return": timed(lambda: lane.send_outputs(lane.made)),
             "send": timed(lambda: lane.write_rows(rows, ids, places.experts)),
             "plan": timed(lambda: lane.plan_rows(ids, places)),
@@ -190,6 +191,7 @@ def one_gpu(ranks: int, tokens: int, layout: str) -> dict[str, object]:
     moved = {
         "send": tokens * wide + rows_to * record,
         "spread": rows_in * record + pairs_in * (size.hidden + size.hidden // 32) + labels,
+        "spread whole": rows_in * record + pairs_in * (size.hidden + size.hidden // 32) + labels,
         "return": 2 * pairs_in * wide,
         "sum": tokens * (TOP + 1) * wide,
     }

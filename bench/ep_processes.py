@@ -96,7 +96,7 @@ class Member:
         dist.barrier()
 
     def works(self) -> dict[str, Callable[[], object]]:
-        """Launches of one exchange, in order."""
+        """Launches of one exchange, in order; two are alike but for how rows are cut up."""
         lane, places = self.end.lanes[0], self.end._tables[0]
         rows, ids, experts = self.rows, self.ids, places.experts
         return {
@@ -104,6 +104,7 @@ class Member:
             "send": lambda: lane.write_rows(rows, ids, experts),
             "wait rows": lane.wait_rows,
             "spread": lane.spread_rows,
+            "spread whole": lambda: lane.spread_rows(whole=True),
             "return": lambda: lane.send_outputs(lane.made),
             "wait and sum": lambda: lane.sum_outputs(ids, self.weights, self.out, experts),
         }

@@ -41,11 +41,11 @@ def bench(monkeypatch):
 def test_a_line_has_the_parts_and_the_layout_that_was_asked_for(bench, layout):
     line = bench.one_gpu(2, 3, layout)
     assert line["layout"] == layout
-    took = {"spread": 10, "return": 20, "send": 30, "plan": 40, "wait rows": 50 - 60}
-    took |= {"wait outputs": 70, "sum": 80 - 70}
+    took = {"spread": 10, "spread whole": 20, "return": 30, "send": 40, "plan": 50}
+    took |= {"wait rows": 60 - 70, "wait outputs": 80, "sum": 90 - 80}
     assert {part: line[f"{part} us"] for part in took} == took
-    assert line["dispatch us"] == 40 + 30 - 10 + 10
-    assert line["combine us"] == 20 + 70 + 10
+    assert line["dispatch us"] == 50 + 40 - 10 + 10
+    assert line["combine us"] == 30 + 80 + 10
     assert line["dispatch wire bytes"] > 128
     assert line["layout MiB"] >= 0
 
@@ -147,7 +147,7 @@ def test_a_rank_times_its_exchange_its_parts_and_nccl_with_the_same_bytes(
     here = shared.Member(0, 1, 3, heap, False, layout)
     took, parts = here.times()
     assert took == pytest.approx({"dispatch": 5.0, "combine": 5.0})
-    names = ["plan", "send", "wait rows", "spread", "return", "wait and sum"]
+    names = ["plan", "send", "wait rows", "spread", "spread whole", "return", "wait and sum"]
     assert list(parts) == names
     assert here.nccl(None) == pytest.approx(took)
     row, choice = here.size.record + here.size.note, 2 * 128

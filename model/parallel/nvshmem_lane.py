@@ -113,7 +113,7 @@ class Lane:
         else:
             self._programs = tuning.programs or 3
         self._warps = tuning.warps
-        self._scan = tuning.scan
+        self._scan, self._whole = tuning.scan, tuning.whole
         self._parts = self.size.hidden // self._part
         for peer in range(self.size.ranks):
             put = bool(self._puts[peer])
@@ -250,17 +250,19 @@ class Lane:
             CLOCK=self._heap.device.type == "cuda", num_warps=4,
         )  # fmt: skip
 
-    def spread_rows(self) -> None:
-        """The second half: to their experts."""
+    def spread_rows(self, whole: bool | None = None) -> None:
+        """The second half: to their experts; as a whole each, or in parts, or as `tune` says."""
         from pdmesh.kernels.triton.ep_dispatch import label_kernel, spread_kernel
 
         size, arrived, rows = self.size, self.arrived, self.arrived.rows
+        whole = self._whole if whole is None else whole
         spread_kernel[(self._programs,)](
             self._own(self._stage), self._ends, self._starts, rows.values.view(torch.int32),
             rows.scales, arrived.homes, self.step, size.room, rows.scales.stride(-1),
             size.tokens, size.notes_bytes, size.inbox_bytes, RANKS=size.ranks, SLOTS=size.slots,
-            TOP=size.top_k, HIDDEN=size.hidden, RECORD=size.record, PART=self._part,
-            RANKS_P2=power(size.ranks), CONTIGUOUS=bool(size.align), num_warps=self._warps,
+            TOP=size.top_k, HIDDEN=size.hidden, RECORD=size.record,
+            PART=size.hidden if whole else self._part, RANKS_P2=power(size.ranks),
+            CONTIGUOUS=bool(size.align), num_warps=self._warps * (1 + whole),
         )  # fmt: skip
         if isinstance(arrived, ArrivedContiguous):
             label_kernel[(size.capacity // size.align,)](
