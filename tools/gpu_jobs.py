@@ -99,6 +99,7 @@ JOBS: tuple[Job, ...] = (
         needs=["nvshmem"],
         environment={"EP_RANKS": "4"},
     ),
+    check("sanitised", "test_gpu_sanitised", 60),
     check(
         "ep8",
         EXCHANGE,
@@ -108,7 +109,6 @@ JOBS: tuple[Job, ...] = (
         needs=["nvshmem"],
         environment={"EP_RANKS": "8"},
     ),
-    check("sanitised", "test_gpu_sanitised", 60),
     check("ipc", "test_cuda_ipc_gpu", 60),
     check("shared-weights", "test_gpu_shared_weights test_launch_sharing", 150, needs=MESH),
     check("ranks", "test_gpu_ranks", 120, needs=MESH),
