@@ -13,8 +13,9 @@ that the kernel has to read and write. What the same rows cost on NVLink or on a
 computed from their bytes, not measured.
 
 With at least as many GPUs as ranks there is a process a GPU, over NVSHMEM: dispatch is send and
-receive, combine likewise, both waits included; medians over exchanges of the slowest rank; beside
-NCCL's all-to-all of one row a choice, as bfloat16.
+receive, combine likewise, both waits included; medians over exchanges of the slowest rank, inside
+of CUDA graphs. Beside each, taken the same way, NCCL's all-to-all of the same bytes to the same
+ranks, which does nothing else; and their parts, as graphs of their own, so all of them take longer.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class OneGpu:
         places = self.ends[0]._tables[0]
         found = {
             "spread": timed(lane.spread_rows),
+            "spread whole": timed(lambda: lane.spread_rows(whole=True)),
             "return": timed(lambda: lane.send_outputs(lane.made)),
             "send": timed(lambda: lane.write_rows(rows, ids, places.experts)),
             "plan": timed(lambda: lane.plan_rows(ids, places)),
@@ -189,6 +191,7 @@ def one_gpu(ranks: int, tokens: int, layout: str) -> dict[str, object]:
     moved = {
         "send": tokens * wide + rows_to * record,
         "spread": rows_in * record + pairs_in * (size.hidden + size.hidden // 32) + labels,
+        "spread whole": rows_in * record + pairs_in * (size.hidden + size.hidden // 32) + labels,
         "return": 2 * pairs_in * wide,
         "sum": tokens * (TOP + 1) * wide,
     }

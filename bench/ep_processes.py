@@ -9,6 +9,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,67 +95,151 @@ class Member:
         torch.cuda.synchronize()
         dist.barrier()
 
-    def times(self) -> tuple[float, float]:
-        """Microseconds of dispatch and of combine: medians over exchanges."""
+    def works(self) -> dict[str, Callable[[], object]]:
+        """Launches of one exchange, in order; two are alike but for how rows are cut up."""
         lane, places = self.end.lanes[0], self.end._tables[0]
+        rows, ids, experts = self.rows, self.ids, places.experts
+        return {
+            "plan": lambda: lane.plan_rows(ids, places),
+            "send": lambda: lane.write_rows(rows, ids, experts),
+            "wait rows": lane.wait_rows,
+            "spread": lane.spread_rows,
+            "spread whole": lambda: lane.spread_rows(whole=True),
+            "return": lambda: lane.send_outputs(lane.made),
+            "wait and sum": lambda: lane.sum_outputs(ids, self.weights, self.out, experts),
+        }
 
-        def dispatch() -> None:
-            lane.send_rows(self.rows, self.ids, places)
-            lane.receive_rows()
+    def times(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Microseconds of dispatch and of combine, and of their parts as graphs of their own."""
+        lane, parts = self.end.lanes[0], self.works()
 
-        def combine() -> None:
-            lane.send_outputs(lane.made)
-            lane.sum_outputs(self.ids, self.weights, self.out, places.experts)
+        def together(*names: str) -> Callable[[], None]:
+            def run() -> None:
+                for name in names:
+                    parts[name]()
 
+            return run
+
+        dispatch = together("plan", "send", "wait rows", "spread")
+        combine = together("return", "wait and sum")
         lane.made.normal_()
-        lane.send_rows(self.rows, self.ids, places)  # compiles, so nobody waits for its rows yet
+        together("plan", "send")()  # compiles, so nobody waits for its rows yet
         self.meet()
-        lane.receive_rows()
-        lane.send_outputs(lane.made)
+        together("wait rows", "spread", "return")()
         self.meet()
-        lane.sum_outputs(self.ids, self.weights, self.out, places.experts)
+        parts["wait and sum"]()
         for _ in range(3):
             dispatch()
             combine()
-        self.meet()
-        self.end.check()
-        graphs = []
-        for work in (dispatch, combine):
-            graph = torch.cuda.CUDAGraph()
-            # Threads of NCCL and NVSHMEM go on using the device meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                work()
-            graphs.append(graph)
-        self.meet()
-        count = 60
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(4)] for _ in range(count)]
-        for four in marks:
-            for half, graph in enumerate(graphs):
-                four[2 * half].record()
-                graph.replay()
-                four[2 * half + 1].record()
-        self.meet()
-        self.end.check()
-        return tuple(
-            statistics.median(four[half].elapsed_time(four[half + 1]) * 1e3 for four in marks[10:])
-            for half in (0, 2)
-        )
+        found = self.replayed({"dispatch": dispatch, "combine": combine})
+        return found, self.replayed(parts)
 
-    def nccl(self, group: object) -> float:
-        """Microseconds of all_to_all_single of one bfloat16 row a choice."""
-        count = self.rows.shape[0] * TOP // self.size.ranks * self.size.ranks
-        given = torch.randn(max(count, self.size.ranks), HIDDEN, device="cuda").bfloat16()
-        taken = torch.empty_like(given)
-        took = []
-        for _ in range(25):
-            dist.barrier()
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    def replayed(self, works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        """Microseconds of each: medians over turns, of graphs that follow each other."""
+        self.meet()
+        self.end.check()
+        graphs = [captured(work) for work in works.values()]
+        self.meet()
+        turns = spans(graphs)
+        self.meet()
+        self.end.check()
+        medians = (statistics.median(each) for each in zip(*turns, strict=True))
+        return dict(zip(works, medians, strict=True))
+
+    def nccl(self, group: object) -> dict[str, float]:
+        """Microseconds of all_to_all_single of what dispatch and combine send, as they are timed.
+
+        To each rank, the own one too, the bytes that it gets in that half, in multiples of 128. How
+        many they are everybody knows before, nothing is quantised, laid out or summed. NaN if NCCL
+        fails.
+        """
+        to = self.end._tables[0].ranks[:, 0].long()[self.ids]
+        rows = [int((to == peer).any(1).sum()) for peer in range(self.size.ranks)]
+        pairs = [int((to == peer).sum()) for peer in range(self.size.ranks)]
+        works: dict[str, Callable[[], object]] = {}
+        for name, (sent, taken) in shares(self.size, self.rank, gathered(rows + pairs)).items():
+            given = torch.randint(0, 255, (sum(sent),), dtype=torch.uint8, device=DEVICE)
+            got = torch.empty(sum(taken), dtype=torch.uint8, device=DEVICE)
+
+            def work(
+                given: torch.Tensor = given,
+                got: torch.Tensor = got,
+                sent: list[int] = sent,
+                taken: list[int] = taken,
+            ) -> object:
+                return dist.all_to_all_single(got, given, taken, sent, group=group)
+
+            works[name] = work
+        try:
+            for _ in range(10):  # connections, and clocks
+                for work in works.values():
+                    work()
+            return self.replayed(works)
+        except RuntimeError:
+            traceback.print_exc()
+            return dict.fromkeys(works, math.nan)
+
+
+def gathered(own: list[int]) -> list[list[int]]:
+    """Everybody's."""
+    all_of_them = [torch.zeros(len(own), dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_of_them, torch.tensor(own))
+    return [one.tolist() for one in all_of_them]
+
+
+def shares(
+    size: ExchangeSize, rank: int, told: list[list[int]]
+) -> dict[str, tuple[list[int], list[int]]]:
+    """Bytes that `rank` sends to each and gets from each: of dispatch and of combine.
+
+    told: of each rank, how many rows it has for each, then how many choices there.
+    """
+    ranks = range(size.ranks)
+
+    def padded(nbytes: int) -> int:
+        return -(-nbytes // 128) * 128
+
+    def out(home: int, peer: int) -> int:
+        return padded(size.dispatch_bytes(told[home][peer]))
+
+    def back(home: int, peer: int) -> int:
+        return padded(size.combine_bytes(told[home][size.ranks + peer]))
+
+    return {
+        "dispatch": ([out(rank, peer) for peer in ranks], [out(home, rank) for home in ranks]),
+        "combine": ([back(home, rank) for home in ranks], [back(rank, peer) for peer in ranks]),
+    }
+
+
+def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """`work` in a graph."""
+    graph = torch.cuda.CUDAGraph()
+    # Threads of NCCL and NVSHMEM go on using the device meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    return graph
+
+
+def spans(graphs: Sequence[torch.cuda.CUDAGraph], turns: int = 60) -> list[list[float]]:
+    """Microseconds of each graph in each turn but the first ten; the host waits for none."""
+    marks = [
+        [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in graphs]
+        for _ in range(turns)
+    ]
+    for turn in marks:
+        for graph, (began, ended) in zip(graphs, turn, strict=True):
             began.record()
-            dist.all_to_all_single(taken, given, group=group)
+            graph.replay()
             ended.record()
-            torch.cuda.synchronize()
-            took.append(began.elapsed_time(ended) * 1e3)
-        return statistics.median(took[5:])
+    torch.cuda.synchronize()
+    return [[began.elapsed_time(ended) * 1e3 for began, ended in turn] for turn in marks[10:]]
+
+
+def slowest(took: Mapping[str, float]) -> dict[str, float]:
+    """Of each, the largest of any rank."""
+    values = torch.tensor(list(took.values()), dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return dict(zip(took, values.tolist(), strict=True))
 
 
 def member(
@@ -165,24 +251,24 @@ def member(
     device = torch.device("cuda", rank)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     heap = NvshmemHeap.join(bytes.fromhex(job), rank, ranks, device)
-    nccl = dist.new_group(backend="nccl")
+    group = dist.new_group(backend="nccl")
     for count in tokens:
         here = Member(rank, ranks, count, heap, put, layout)
-        dispatch, combine = here.times()
-        times = torch.tensor([dispatch, combine, here.nccl(nccl)])
-        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        took, parts = map(slowest, here.times())
+        nccl = slowest(here.nccl(group))
         sent = here.end.sent
         steps = int(here.end.lanes[0].step)
         line: dict[str, object] = {
             "ranks": ranks, "tokens": count, "where": "put" if put else "mapped",
             **layout_of(here.size),
         }  # fmt: skip
-        for name, took in zip(("dispatch", "combine"), times.tolist(), strict=False):
+        for name, each in took.items():
             size = sent.total(name) // steps
-            line[f"{name} us"] = round(took, 1)
-            line[f"{name} GB/s"] = round(size / took / 1e3)
+            line[f"{name} us"] = round(each, 1)
+            line[f"{name} GB/s"] = round(size / each / 1e3)
             line.update(bounds(name, size))
-        line["NCCL all-to-all us"] = round(float(times[2]), 1)
+            line[f"{name} NCCL us"] = round(nccl[name], 1)
+        line |= {f"{name} us": round(each, 1) for name, each in parts.items()}
         if rank == 0:
             print(json.dumps(line), file=answers, flush=True)
         here.meet()

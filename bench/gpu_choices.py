@@ -15,7 +15,7 @@ import torch
 from gpu_block import Block, copied_rows, weighted_sum
 from gpu_latents import rope_append, turned_and_written
 from gpu_timing import Call, Candidate, Measured, pick
-from gpu_variants import dense_candidates, having, own
+from gpu_variants import dense_candidates, own
 from torch import Tensor
 
 from pdmesh.kernels import deep_gemm_backend
@@ -135,8 +135,7 @@ def _packed_attention() -> Step:
     return Step(
         lib.attention_reference,
         [
-            *own("hopper_mla", "mla_decode", "CUDA, one scale"),
-            *own("hopper_mla", "mla_decode", "CUDA, between", having(between=True)),
+            *own("hopper_mla", "mla_decode", "CUDA"),
             *own("triton.mla_decode", "mla_decode", "Triton, 656 bytes"),
         ],
         WEIGHTED,

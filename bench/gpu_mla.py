@@ -70,8 +70,7 @@ class World:
         torch.manual_seed(0)
         shape = (MOST * PER, LAYERS, PAGE, 576)
         self.pool = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        self.packed = torch.cat([pack_latents(part, False) for part in self.pool.split(1024)])
-        self.shared = torch.cat([pack_latents(part) for part in self.pool.split(1024)])
+        self.packed = torch.cat([pack_latents(part) for part in self.pool.split(1024)])
         self.table = torch.randperm(MOST * PER, device="cuda").int().view(MOST, PER)
         self.workspace = torch.empty(
             flashinfer_backend.WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"
@@ -128,28 +127,14 @@ class Case:
 
     def backends(self) -> dict[str, tuple[str | None, Tensor, Callable[[], Call]]]:
         """By name: why it is not there, the pool it reads, what makes its call."""
-        pool, packed, shared = self.world.pool, self.world.packed, self.world.shared
+        pool, packed = self.world.pool, self.world.packed
         absent = hopper_mla.unavailable()
         return {
             "FlashMLA": (flash_mla_backend.unavailable(), pool, self.flash_mla),
             "FlashInfer": (flashinfer_backend.unavailable(), pool, self.flashinfer),
             "Triton": (None, pool, lambda: self.split(mla_decode, pool)),
             "Triton-656": (None, packed, lambda: self.split(mla_decode, packed)),
-            "CUDA-656": (
-                absent,
-                packed,
-                lambda: self.split(hopper_mla, packed, shared_scale=False),
-            ),
-            "CUDA-656-one": (
-                absent,
-                shared,
-                lambda: self.split(hopper_mla, shared, shared_scale=True),
-            ),
-            "CUDA-656-one-between": (
-                absent,
-                shared,
-                lambda: self.split(hopper_mla, shared, shared_scale=True, between=True),
-            ),
+            "CUDA-656": (absent, packed, lambda: self.split(hopper_mla, packed)),
         }
 
     def errors(self, got: Tensor, pool: Tensor) -> list[float]:

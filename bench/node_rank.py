@@ -243,19 +243,18 @@ class Rank:
         self.tell("operations", tp=cell.tp, batch=cell.batch, rows=rows, backends=chosen)
 
     def _exchange(self, tokens: Sequence[int]) -> None:
-        """Dispatch and combine by themselves, beside NCCL's all-to-all of one row a choice."""
+        """Dispatch and combine by themselves, beside NCCL's all-to-all of the same bytes."""
         for count in tokens:
             here = Member(
                 self.asked.rank, self.asked.ranks, count, self.world.heap, False, "masked"
             )
-            dispatch, combine = here.times()
-            both = self.world.slowest(dispatch, combine, here.nccl(self.world.nccl))
+            took, nccl = here.times()[0], here.nccl(self.world.nccl)
+            both = self.world.slowest(*took.values(), *nccl.values())
             sent, steps = here.end.sent, int(here.end.lanes[0].step)
-            names = ("dispatch", "combine")
             row: dict[str, Any] = {"tokens": count}
-            for name, took in zip(names, both, strict=False):
-                row |= {f"{name}_us": round(took, 1), f"{name}_bytes": sent.total(name) // steps}
-            row["nccl_all_to_all_us"] = round(both[2], 1)
+            for name, mine, theirs in zip(took, both, both[len(took) :], strict=False):
+                row |= {f"{name}_us": round(mine, 1), f"{name}_bytes": sent.total(name) // steps}
+                row[f"{name}_nccl_us"] = round(theirs, 1)
             self.tell("exchange", row=row)
             here.meet()
             here.end.close()

@@ -75,7 +75,7 @@ class HopperDecode:
             from pdmesh.kernels.triton.mla_decode import mla_decode
 
             return mla_decode(*args, rank=rank, first_key=first_key)
-        return hopper_mla.mla_decode(*args, shared_scale=True)
+        return hopper_mla.mla_decode(*args)
 
 
 class TritonPrefill:

@@ -1,8 +1,8 @@
 """MLA decode over 656-byte FP8 latents on Hopper, queries and weights in FP8 too (CUDA C++).
 
-The kernels (`kernels/cuda/`) are compiled by nvcc at first use and kept in a folder:
-`$PDMESH_KERNEL_CACHE`, or pdmesh/kernels in the user's cache folder. The faster one is for latents
-whose four scales are the same, as a model's pages hold them; the other reads all four.
+The kernel (`kernels/cuda/`) is compiled by nvcc at first use and kept in a folder:
+`$PDMESH_KERNEL_CACHE`, or pdmesh/kernels in the user's cache folder. It is for latents whose four
+scales are the same, as `pack_latents` and a model's pages hold them, and reads the first.
 """
 
 from __future__ import annotations
@@ -43,28 +43,23 @@ def compiler() -> str | None:
     return str(beside) if beside.exists() else shutil.which("nvcc")
 
 
-def flags(between: bool) -> tuple[str, ...]:
-    """nvcc's, `between` as `mla_decode` takes it."""
-    return (*FLAGS, f"-DBETWEEN={int(between)}")
-
-
-def library_path(between: bool = False) -> Path:
+def library_path() -> Path:
     """Where the compiled kernel of this source belongs."""
     folder = os.environ.get("PDMESH_KERNEL_CACHE")
     base = Path(folder) if folder else Path.home() / ".cache" / "pdmesh" / "kernels"
     sources = sorted(SOURCE.parent.glob("*.cu*"))
-    parts = [path.read_bytes() for path in sources] + [" ".join(flags(between)).encode()]
+    parts = [path.read_bytes() for path in sources] + [" ".join(FLAGS).encode()]
     mark = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
     return base / f"mla_decode_fp8-{mark}.so"
 
 
-def build(between: bool = False) -> Path:
+def build() -> Path:
     """Compiles the kernel unless that has been done.
 
     Raises:
         RuntimeError: there is no nvcc, or it fails; with what it printed.
     """
-    path = library_path(between)
+    path = library_path()
     if path.exists():
         return path
     nvcc = compiler()
@@ -73,7 +68,7 @@ def build(between: bool = False) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        command = [nvcc, *flags(between), "-o", str(made), str(SOURCE)]
+        command = [nvcc, *FLAGS, "-o", str(made), str(SOURCE)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"nvcc failed on {SOURCE.name}: {done.stderr[-2000:]}")
@@ -94,7 +89,6 @@ def declared(library: ctypes.CDLL) -> ctypes._NamedFuncPointer:
         pointer,
         *(whole,) * 5,
         ctypes.c_float,
-        whole,
         pointer,
     ]
     function.restype = whole
@@ -102,8 +96,8 @@ def declared(library: ctypes.CDLL) -> ctypes._NamedFuncPointer:
 
 
 @cache
-def _entry(between: bool) -> ctypes._NamedFuncPointer:
-    return declared(ctypes.CDLL(str(build(between))))
+def _entry() -> ctypes._NamedFuncPointer:
+    return declared(ctypes.CDLL(str(build())))
 
 
 @cache
@@ -145,8 +139,6 @@ def mla_decode(
     rows: int,
     scale: float,
     *,
-    shared_scale: bool = True,
-    between: bool = False,
     split: int | None = None,
     max_length: int | None = None,
     out: Tensor | None = None,
@@ -154,11 +146,9 @@ def mla_decode(
 ) -> Tensor:
     """As `kernels.mla_reference.mla_decode` for packed pages; the query is quantised inside.
 
+    Of a latent's four scales, which are the same (`pack_latents`), the first is read.
+
     Args:
-        shared_scale: the four scales of every latent are the same (`pack_latents`), and only the
-            first is read: faster. Without it all four are.
-        between: with a shared scale, products of the next page are issued one by one between the
-            steps of the softmax, not at once before it. Not run on a device yet.
         split: tokens a split, a multiple of 128; results depend on it. Default: `split_tokens`.
         max_length: a bound of `lengths`; default: what the page table can hold.
         out: [m, heads, 512] bfloat16.
@@ -188,7 +178,7 @@ def mla_decode(
             workspace = query.new_empty(size, dtype=torch.float32)
         partial, sums = workspace, workspace[splits * m * heads * RANK : size]
     page_rows = pages.stride(0) // LATENT_BYTES
-    code = _entry(between)(
+    code = _entry()(
         query.data_ptr(),
         out.data_ptr(),
         partial.data_ptr(),
@@ -205,7 +195,6 @@ def mla_decode(
         split,
         splits,
         scale * LOG2_E,
-        shared_scale,
         torch.cuda.current_stream().cuda_stream,
     )
     if code:

@@ -187,7 +187,7 @@ def test_published_and_emulated_points_stand_beside(results):
         rows = results.emulated_rows(
             json.loads((data / "h200_layer.json").read_text()), list(csv.DictReader(file))
         )
-    assert len(rows) == 2
+    assert len(rows) == 4
     assert all(10_000 < row["tokens_s_node"] < 30_000 for row in rows)
     split = next(row for row in results.published_rows() if row.get("moe_us") == 1896.0)
     assert split["tokens_s_node"] == pytest.approx(14_300, rel=0.01)

@@ -78,10 +78,10 @@ def test_the_products_of_heads(bench, tmp_path):
 
 def test_decode_attention_by_every_backend(bench, tmp_path):
     said = bench("gpu_mla", "--out", tmp_path)
-    assert said.count("CUDA-656-one-between") == 2
+    assert said.count("CUDA-656") == 2
     with (tmp_path / "gpu_mla.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [float(row["us"]) > 0 for row in rows] == [True] * 14
+    assert [float(row["us"]) > 0 for row in rows] == [True] * 10
     assert all(float(row["error"]) < 1e-2 for row in rows)
 
 

@@ -1,7 +1,5 @@
 """Latent attention at real shapes on a GPU, every backend that is there, against float64."""
 
-import functools
-
 import pytest
 import torch
 
@@ -30,7 +28,7 @@ def error(got, wanted):
     return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
-def batch(lengths, heads, rows, packed=False, seed=0, layers=3, poison=True, shared=True):
+def batch(lengths, heads, rows, packed=False, seed=0, layers=3, poison=True):
     """A pool whose tokens beyond a length are NaN, page tables, a query: all random."""
     g = torch.Generator("cuda").manual_seed(seed)
     per = [-(-length // PAGE) for length in lengths]
@@ -45,7 +43,7 @@ def batch(lengths, heads, rows, packed=False, seed=0, layers=3, poison=True, sha
             table[i, j] = order[0]
             used[order.pop(0), : min(PAGE, length - j * PAGE)] = True
     nothing = ~used.cuda()
-    pages = pack_latents(pool, shared) if packed else pool
+    pages = pack_latents(pool) if packed else pool
     if poison:
         pages.transpose(1, 2)[nothing] = 0xFF if packed else float("nan")
     query = torch.randn(
@@ -106,49 +104,45 @@ def test_a_row_does_not_depend_on_its_neighbours():
             assert torch.equal(alone, whole[2 * i : 2 * i + 2])
 
 
-@pytest.fixture(params=["four scales", "one scale", "one scale, between"])
-def shared(request, monkeypatch):
+@pytest.fixture
+def fp8_kernel():
     if why := hopper_mla.unavailable():
         pytest.skip(why)
-    if "between" in request.param:
-        between = functools.partial(hopper_mla.mla_decode, between=True)
-        monkeypatch.setattr(hopper_mla, "mla_decode", between)
-    return "one" in request.param
+    return hopper_mla.mla_decode
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize("heads", [16, 64, 128])
-def test_the_fp8_kernel_is_as_exact_as_fp8_weights_allow(heads, rows, shared):
-    args = batch(MIXED, heads, rows, packed=True, shared=shared)
+def test_the_fp8_kernel_is_as_exact_as_fp8_weights_allow(heads, rows, fp8_kernel):
+    args = batch(MIXED, heads, rows, packed=True)
     wanted = mla_reference.mla_decode(*args, rows, SCALE)
     for split in (512, 8192):
         out = torch.full_like(wanted, float("nan"))
-        given = {"shared_scale": shared, "split": split, "out": out}
-        got = hopper_mla.mla_decode(*args, rows, SCALE, **given)
+        given = {"split": split, "out": out}
+        got = fp8_kernel(*args, rows, SCALE, **given)
         assert not got.isnan().any()
         assert error(got, wanted) < 6e-2
         assert torch.equal((got == 0).all(-1), (wanted == 0).all(-1))
 
 
-def test_the_fp8_kernel_follows_scales_that_differ_between_tokens(shared):
+def test_the_fp8_kernel_follows_scales_that_differ_between_tokens(fp8_kernel):
     query, pages, table, lengths = batch([5000, 300], 128, 2, packed=True, poison=False)
     g = torch.Generator("cuda").manual_seed(5)
     latent = unpack_latents(pages).view(*pages.shape[:-1], 9, 64)
     growth = torch.randn(*pages.shape[:-1], 1, 1, generator=g, device="cuda").mul(2).exp2()
-    pages = pack_latents((latent * growth).flatten(-2).bfloat16(), shared)
+    pages = pack_latents((latent * growth).flatten(-2).bfloat16())
     args = (query * 0.2, pages, table, lengths)
     wanted = mla_reference.mla_decode(*args, 2, SCALE)
-    got = hopper_mla.mla_decode(*args, 2, SCALE, shared_scale=shared)
+    got = fp8_kernel(*args, 2, SCALE)
     assert error(got, wanted) < 6e-2
 
 
-def test_a_row_of_the_fp8_kernel_does_not_depend_on_its_neighbours(shared):
-    query, pages, table, lengths = batch(MIXED, 128, 2, packed=True, shared=shared)
-    given = {"split": 1024, "shared_scale": shared}
-    whole = hopper_mla.mla_decode(query, pages, table, lengths, 2, SCALE, **given)
+def test_a_row_of_the_fp8_kernel_does_not_depend_on_its_neighbours(fp8_kernel):
+    query, pages, table, lengths = batch(MIXED, 128, 2, packed=True)
+    whole = fp8_kernel(query, pages, table, lengths, 2, SCALE, split=1024)
     for i in (1, 7):
         one = query[2 * i : 2 * i + 2], pages, table[i : i + 1], lengths[i : i + 1]
-        alone = hopper_mla.mla_decode(*one, 2, SCALE, **given)
+        alone = fp8_kernel(*one, 2, SCALE, split=1024)
         assert torch.equal(alone, whole[2 * i : 2 * i + 2])
 
 

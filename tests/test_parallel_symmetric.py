@@ -10,11 +10,13 @@ from model_cases import tiny_model
 from parallel_rig import MOE_LAYERS, WIDE, a_step
 from symmetric_rig import Group, Walk, channel, experts_made, inputs, same_bits, scattered
 
-from pdmesh.kernels.expert_exchange import ExchangeSize
+from pdmesh.kernels.expert_exchange import ExchangeSize, places
 from pdmesh.kernels.symmetric import in_process_heaps
+from pdmesh.model.parallel import nvshmem_lane
 from pdmesh.model.parallel.exchange import RankLost
 from pdmesh.model.parallel.groups import Groups
 from pdmesh.model.parallel.nvshmem import ExpertsFull, NvshmemExperts
+from pdmesh.model.parallel.nvshmem_memory import Tuning
 from pdmesh.model.parallel.payload import WireFormat
 from pdmesh.model.parallel.placement import Placement
 from pdmesh.model.parallel.replicas import ReplicaTable
@@ -261,6 +263,40 @@ def test_rows_and_outputs_are_put_to_peers_that_are_not_mapped(monkeypatch, mapp
     for seed, (kind, counts) in enumerate(steps):
         group.check(*inputs(group.size, counts, kind, EXPERTS, seed))
     assert puts.calls > 2 * len(steps)
+
+
+def test_many_rows_are_put_in_more_pieces_and_ranks_need_not_agree_in_how_many(monkeypatch):
+    monkeypatch.setattr(nvshmem_lane, "PUT_ROWS", 1)
+    placement = Placement(EXPERTS, (((0, 1, 2), (3, 4, 5)),))
+    calls = []
+    for most in (1, 3, 9):
+        monkeypatch.setattr(nvshmem_lane, "PUT_CHUNKS", (1, most))
+        group = Group(placement, sized(placement), mapped=lambda rank: (rank,))
+        puts = put_in_process.install(monkeypatch, group.heaps)
+        for seed, counts in enumerate(((5, 1), (0, 4), (5, 5))):
+            group.check(*inputs(group.size, counts, "skewed", EXPERTS, seed))
+        calls.append(puts.calls)
+    assert calls[0] < calls[1] < calls[2]
+
+
+@pytest.mark.parametrize("layout", ["masked", "contiguous"])
+@pytest.mark.parametrize("hidden", [128, 384])
+def test_rows_that_are_spread_as_a_whole_lie_as_those_that_are_spread_in_parts(layout, hidden):
+    placement = scattered(3, EXPERTS, seed=3)
+    size = sized(placement, hidden=hidden)
+    if layout == "contiguous":
+        size = ExchangeSize.contiguous(size.ranks, size.slots, size.tokens, hidden, TOP)
+    group = Group(placement, size)
+    for end in group.ends:
+        end.lanes[0].tune(Tuning(part=128, whole=True))
+    for seed, counts in enumerate(((5, 0, 2), (1, 5, 5))):
+        group.check(*inputs(group.size, counts, "padded", EXPERTS, seed))
+        for end in group.ends:
+            arrived = end.lanes[0].arrived
+            nobodys = torch.ones(arrived.homes.shape, dtype=torch.bool)
+            for at in places(arrived):
+                nobodys[at] = False
+            assert (arrived.rows.values.view(torch.uint8)[nobodys] == 0x7F).all()
 
 
 def test_placements_with_more_or_fewer_slots_put_with_one_kernel(monkeypatch):

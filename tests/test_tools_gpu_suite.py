@@ -10,7 +10,7 @@ from pathlib import Path
 
 from child_path import python_path
 
-from pdmesh.tools import gpu_suite
+from pdmesh.tools import gpu_host, gpu_suite
 from pdmesh.tools.gpu_host import MARK, Host, last_words, shorten
 from pdmesh.tools.gpu_jobs import Job
 from pdmesh.tools.gpu_suite import Suite
@@ -262,6 +262,18 @@ def test_a_job_with_a_budget_of_its_own_is_told_less_than_its_limit(tmp_path):
     asked = Job("node", ("{python}", "-c", "import sys; print(sys.argv[1])", "{left}"), "timing", 1)
     _, results, _ = run(tmp_path, asked, budget=60.0)
     assert results["node"]["last"] == str(int(asked.limit_s - gpu_suite.GIVEN_UP_S))
+
+
+def test_only_devices_that_a_program_sees_are_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(gpu_host, "nvidia_smi", lambda *words: asked.append(words) or ["7", "9"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_host.Host().memory_mib() == [7, 9]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    gpu_host.Host().memory_mib()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_host.Host().memory_mib() == []
+    assert ["--id=1,0" in words for words in asked] == [False, True]
 
 
 def test_jobs_are_chosen_by_name(capsys):

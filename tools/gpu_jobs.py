@@ -99,6 +99,7 @@ JOBS: tuple[Job, ...] = (
         needs=["nvshmem"],
         environment={"EP_RANKS": "4"},
     ),
+    check("sanitised", "test_gpu_sanitised", 60),
     check(
         "ep8",
         EXCHANGE,

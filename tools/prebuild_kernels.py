@@ -58,9 +58,7 @@ def texts(tune: bool) -> dict[str, str]:
     """Translation units by name."""
     from pdmesh.kernels import cuda_absorbed, cuda_gemm, hopper_mla
 
-    forms = (False, True) if tune else (False,)
-    attention = f'#include "{hopper_mla.SOURCE}"'
-    found = {f"mla_decode_fp8 between={f}": f"#define BETWEEN {f:d}\n{attention}" for f in forms}
+    found = {"mla_decode_fp8": f'#include "{hopper_mla.SOURCE}"'}
     found |= {f"fp8_gemm {tuple(tile)}": cuda_gemm.source(tile) for tile in tiles(tune)}
     absorbed = ("absorb_query", "project_values")
     return found | {name: cuda_absorbed.source(name) for name in absorbed}
@@ -81,9 +79,7 @@ def builds(folder: Path, tune: bool) -> dict[str, Callable[[], Path]]:
         name: partial(cuda_build.build, text, folder, compiler)
         for name, text in texts(tune).items()
     }
-    for form in (False, True):  # has a name of its own, and flags
-        if (name := f"mla_decode_fp8 between={form}") in found:
-            found[name] = partial(hopper_mla.build, form)
+    found["mla_decode_fp8"] = hopper_mla.build  # has a name of its own, and flags
     return found
 
 

@@ -1,4 +1,4 @@
-// What both kernels over 656-byte latents share: sizes, the arguments, the queries, the maps of the pool.
+// Of attention over 656-byte latents: sizes, the arguments, the queries, the maps of the pool.
 
 #pragma once
 

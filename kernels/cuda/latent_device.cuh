@@ -1,4 +1,4 @@
-// Instructions that the kernels over 656-byte latents name, one function each: PTX of Hopper's barriers,
+// Instructions that the kernel over 656-byte latents names, one function each: PTX of Hopper's barriers,
 // copies and products. A test has others in this file's place (tests/cuda_on_cpu).
 
 #pragma once
@@ -37,14 +37,6 @@ __device__ __forceinline__ void fetch(uint32_t to, const CUtensorMap* map, int x
 __device__ __forceinline__ void meet(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-__device__ __forceinline__ bool meet_any(int id, int threads, bool mine) {
-    int any;
-    asm volatile(
-        "{\n.reg .pred p, q;\nsetp.ne.s32 p, %3, 0;\n"
-        "barrier.cta.red.or.pred q, %1, %2, p;\nselp.s32 %0, 1, 0, q;\n}"
-        : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<int>(mine)) : "memory");
-    return any != 0;
-}
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -73,12 +65,6 @@ template <bool ADD>
 __device__ __forceinline__ void mma_fp8(float (&d)[32], uint32_t a, uint32_t b) {
     asm volatile("{\n.reg .b64 a, b;\nmov.b64 a, {%32, " DESCRIPTOR_HIGH "};\nmov.b64 b, {%33, " DESCRIPTOR_HIGH
                  "};\nwgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " REGS32 ", a, b, %34, 1, 1;\n}"
-                 : ACC32(d) : "r"(a), "r"(b), "n"(ADD));
-}
-template <bool ADD>
-__device__ __forceinline__ void mma_bf16(float (&d)[32], uint32_t a, uint32_t b) {
-    asm volatile("{\n.reg .b64 a, b;\nmov.b64 a, {%32, " DESCRIPTOR_HIGH "};\nmov.b64 b, {%33, " DESCRIPTOR_HIGH
-                 "};\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " REGS32 ", a, b, %34, 1, 1, 0, 0;\n}"
                  : ACC32(d) : "r"(a), "r"(b), "n"(ADD));
 }
 __device__ __forceinline__ void mma_fp8_registers(float (&d)[32], const uint32_t (&a)[4], uint32_t b) {

@@ -1,13 +1,12 @@
 // MLA decode over 656-byte FP8 latents: what Python calls.
 
-#include "four_scales.cuh"
 #include "one_scale.cuh"
 
 // 0, or a CUDA error. `rows_total` 656-byte rows from `pages` on; page i begins at row i * page_rows.
 extern "C" int pdmesh_mla_decode_fp8(const void* query, void* out, void* partial, void* sums, void* pages,
                                      long rows_total, long page_rows, const int* page_table, int table_stride,
                                      const int* lengths, int sequences, int rows, int heads, int split, int splits,
-                                     float scale_log2, int shared_scale, void* stream) {
+                                     float scale_log2, void* stream) {
     static Encode encode = nullptr;
     if (encode == nullptr) {
         void* found = nullptr;
@@ -17,8 +16,7 @@ extern "C" int pdmesh_mla_decode_fp8(const void* query, void* out, void* partial
         if (error != cudaSuccess) return error;
         if (found == nullptr) return cudaErrorNotSupported;
         const cudaFuncAttribute most = cudaFuncAttributeMaxDynamicSharedMemorySize;
-        cudaError_t set = cudaFuncSetAttribute(one::decode, most, one::BYTES_IN_ALL);
-        if (set == cudaSuccess) set = cudaFuncSetAttribute(four::decode, most, four::BYTES_IN_ALL);
+        const cudaError_t set = cudaFuncSetAttribute(one::decode, most, one::BYTES_IN_ALL);
         if (set != cudaSuccess) return set;
         encode = reinterpret_cast<Encode>(found);
     }
@@ -42,10 +40,6 @@ extern "C" int pdmesh_mla_decode_fp8(const void* query, void* out, void* partial
     a.number = sequences * rows * heads;
     a.scale_log2 = scale_log2;
     const dim3 grid((rows * heads + PAIRS - 1) / PAIRS, sequences, splits);
-    const auto on = static_cast<cudaStream_t>(stream);
-    if (shared_scale)
-        one::decode<<<grid, 512, one::BYTES_IN_ALL, on>>>(values, scales, a);
-    else
-        four::decode<<<grid, 384, four::BYTES_IN_ALL, on>>>(values, scales, a);
+    one::decode<<<grid, 512, one::BYTES_IN_ALL, static_cast<cudaStream_t>(stream)>>>(values, scales, a);
     return cudaGetLastError();
 }

@@ -7,8 +7,14 @@
 //                P * scale[token] / reference in FP8, into shared memory. The products of the next page run
 //                while this page's weights are made;
 //   2 and 3      output O^T[value, pair] += V^T P^T for 256 values each.
-// V^T and P as in four_scales.cuh. Softmax on the run (arXiv:1805.02867); the maximum is raised only when
-// a score exceeds it by more than a factor of four.
+// P lies in shared memory as a B operand, so that scales of the values cost nothing in the product; the
+// reference is about the largest scale so far. wgmma takes FP8 operands with the summed index contiguous
+// only, and the latents have it not; so V^T is the A operand in registers. A transposed ldmatrix gives a
+// thread two values of two tokens in a register, two byte permutations put four tokens of one value
+// together. The order of the tokens that comes out is arbitrary within 16 (`position`), and it is the
+// order in which a thread holds its scores: P needs no shuffle.
+// Softmax on the run (arXiv:1805.02867); the maximum is raised only when a score exceeds it by more than a
+// factor of four.
 
 #pragma once
 
@@ -108,11 +114,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& values, const CUtenso
     }
 }
 
-#if BETWEEN
-#include "score_between.cuh"
-#else
 #include "score.cuh"
-#endif
 
 // A warpgroup of the outputs, values 256 * part on.
 __device__ __forceinline__ void add_values(char* shared, uint32_t base, const Barriers& bar, const Arguments& a,

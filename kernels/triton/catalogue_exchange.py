@@ -65,9 +65,17 @@ EXCHANGE = (
             "ep_dispatch",
             "spread_kernel",
             _SPREAD,
-            {"RANKS": 8, "SLOTS": 32, **_ROW, "RANKS_P2": 8, "CONTIGUOUS": contiguous},
+            {
+                "RANKS": 8,
+                "SLOTS": 32,
+                **_ROW,
+                "PART": part,
+                "RANKS_P2": 8,
+                "CONTIGUOUS": contiguous,
+            },
         )
         for contiguous in (False, True)
+        for part in (1024, 7168)
     ),
     Entry("ep_dispatch", "label_kernel", _LABEL, {"SLOTS": 32, "SLOTS_P2": 32, "ALIGN": 128}),
     *(

@@ -174,17 +174,20 @@ def spread_kernel(
     ends [RANKS] int32: rows from the ranks up to each. bases [RANKS, SLOTS] int32: where a rank's
     rows begin in an expert's. values [SLOTS, room, HIDDEN] as int32 words, scales [SLOTS,
     HIDDEN / 128, padded_rows] float32, homes [SLOTS, room] int32. CONTIGUOUS: the same without the
-    slots, and bases are rows of the whole layout.
+    slots, and bases are rows of the whole layout. PART may be HIDDEN, whatever that is.
     """
     parity = tl.load(step) % 2
     PARTS: tl.constexpr = HIDDEN // PART
     GROUPS: tl.constexpr = PART // 128
     WORDS: tl.constexpr = PART // 4
+    GROUPS_P2: tl.constexpr = triton.next_power_of_2(PART // 128)
+    WORDS_P2: tl.constexpr = triton.next_power_of_2(PART // 4)
     ranks = tl.arange(0, RANKS_P2)
     end = tl.load(ends + ranks, mask=ranks < RANKS, other=2147483647)
     total = tl.load(ends + RANKS - 1)
-    word = tl.arange(0, WORDS)
-    group = tl.arange(0, GROUPS)
+    word = tl.arange(0, WORDS_P2)
+    group = tl.arange(0, GROUPS_P2)
+    of_words, of_groups = word < WORDS, group < GROUPS
     for item in range(tl.program_id(0), total * PARTS, tl.num_programs(0)):
         row = item // PARTS
         part = item % PARTS
@@ -194,9 +197,9 @@ def spread_kernel(
         note = (box + row.to(tl.int64) * (4 + 4 * TOP)).to(tl.pointer_type(tl.int32))
         begin = box + notes + row.to(tl.int64) * RECORD
         at = (begin + part * PART).to(tl.pointer_type(tl.int32))
-        packed = tl.load(tl.multiple_of(at, 16) + word)
+        packed = tl.load(tl.multiple_of(at, 16) + word, mask=of_words)
         at = (begin + HIDDEN + part * (GROUPS * 4)).to(tl.pointer_type(tl.float32))
-        scale = tl.load(at + group)
+        scale = tl.load(at + group, mask=of_groups)
         home = tl.load(note)
         for k in tl.static_range(TOP):
             goes = tl.load(note + 1 + k)
@@ -207,9 +210,11 @@ def spread_kernel(
                     if CONTIGUOUS:
                         slot -= slot
                     where = (slot * room + place).to(tl.int64)
-                    tl.store(values + where * (HIDDEN // 4) + part * WORDS + word, packed)
+                    to = values + where * (HIDDEN // 4) + part * WORDS
+                    tl.store(to + word, packed, mask=of_words)
                     first = (slot.to(tl.int64) * (HIDDEN // 128) + part * GROUPS) * padded_rows
-                    tl.store(scales + first + group * padded_rows + place, scale)
+                    to = scales + first + place
+                    tl.store(to + group * padded_rows, scale, mask=of_groups)
                     if part == 0:
                         tl.store(homes + where, (source * tokens + home) * TOP + k)
 

@@ -21,8 +21,9 @@ from pdmesh.kernels.symmetric import SymmetricHeap
 from pdmesh.model.parallel.nvshmem_memory import Arena, Region, Tuning, power
 from pdmesh.model.parallel.nvshmem_tables import LayerTable, Tables
 
-PUT_CHUNKS = 4
-"""Puts at a time to one peer."""
+PUT_CHUNKS, PUT_ROWS = (4, 32), 32
+"""Puts at a time to one peer: the least and the most; between them one for so many rows. Where the
+library finds a peer's memory mapped, a put is as fast as one program copies, far below NVLink."""
 PUT_SLOTS = 256
 """Up to so many slots of a rank make one kernel: linking the device library in takes seconds."""
 
@@ -112,7 +113,7 @@ class Lane:
         else:
             self._programs = tuning.programs or 3
         self._warps = tuning.warps
-        self._scan = tuning.scan
+        self._scan, self._whole = tuning.scan, tuning.whole
         self._parts = self.size.hidden // self._part
         for peer in range(self.size.ranks):
             put = bool(self._puts[peer])
@@ -219,10 +220,11 @@ class Lane:
         if self._outbox.nbytes:
             from pdmesh.kernels.triton.ep_put import put_rows_kernel
 
-            put_rows_kernel[(size.ranks, PUT_CHUNKS)](
+            chunks = min(max(count // PUT_ROWS, PUT_CHUNKS[0]), PUT_CHUNKS[1])
+            put_rows_kernel[(size.ranks, chunks)](
                 self._own(self._outbox), self._own(self._outcounts), self._own(self._stage),
                 self._own(self._there), self._own(self._tags), self._own(self._arrivals),
-                self._rows_to, self._puts, self.step, self._heap.rank, PUT_CHUNKS,
+                self._rows_to, self._puts, self.step, self._heap.rank, chunks,
                 size.ranks, size.slots, size.note, size.record, size.notes_bytes,
                 size.inbox_bytes, num_warps=8,
             )  # fmt: skip
@@ -248,17 +250,19 @@ class Lane:
             CLOCK=self._heap.device.type == "cuda", num_warps=4,
         )  # fmt: skip
 
-    def spread_rows(self) -> None:
-        """The second half: to their experts."""
+    def spread_rows(self, whole: bool | None = None) -> None:
+        """The second half: to their experts; as a whole each, or in parts, or as `tune` says."""
         from pdmesh.kernels.triton.ep_dispatch import label_kernel, spread_kernel
 
         size, arrived, rows = self.size, self.arrived, self.arrived.rows
+        whole = self._whole if whole is None else whole
         spread_kernel[(self._programs,)](
             self._own(self._stage), self._ends, self._starts, rows.values.view(torch.int32),
             rows.scales, arrived.homes, self.step, size.room, rows.scales.stride(-1),
             size.tokens, size.notes_bytes, size.inbox_bytes, RANKS=size.ranks, SLOTS=size.slots,
-            TOP=size.top_k, HIDDEN=size.hidden, RECORD=size.record, PART=self._part,
-            RANKS_P2=power(size.ranks), CONTIGUOUS=bool(size.align), num_warps=self._warps,
+            TOP=size.top_k, HIDDEN=size.hidden, RECORD=size.record,
+            PART=size.hidden if whole else self._part, RANKS_P2=power(size.ranks),
+            CONTIGUOUS=bool(size.align), num_warps=self._warps * (1 + whole),
         )  # fmt: skip
         if isinstance(arrived, ArrivedContiguous):
             label_kernel[(size.capacity // size.align,)](

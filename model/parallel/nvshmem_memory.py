@@ -14,12 +14,14 @@ class Tuning:
         part: values of a row that one item takes.
         warps: of such a program.
         scan: choices that a program looks at in one go to find an expert's.
+        whole: rows are spread to their experts as a whole, by twice the warps.
     """
 
     programs: int = 0
     part: int = 1024
     warps: int = 2
     scan: int = 4096
+    whole: bool = False
 
 
 @dataclass(frozen=True)

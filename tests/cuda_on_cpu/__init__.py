@@ -56,13 +56,12 @@ void multiply_waiting(const cpu::Product& p) {{ multiply_now<{columns}, {narrow}
 """
 
 
-def attention(between: bool) -> str:
-    """The translation unit of attention over FP8 latents with one scale a token."""
+def attention() -> str:
+    """The translation unit of attention over FP8 latents."""
     folder = cuda_build.SOURCES
-    parts = ["hopper.cuh", "one_scale.cuh", "mla_decode_fp8.cu"]
-    hopper, kernel, entry = ((folder / name).read_text() for name in parts)
-    score = (folder / ("score_between.cuh" if between else "score.cuh")).read_text()
-    kernel = re.sub(r"#if BETWEEN.*?#endif", lambda _: score, kernel, flags=re.DOTALL)
+    parts = ["hopper.cuh", "score.cuh", "one_scale.cuh", "mla_decode_fp8.cu"]
+    hopper, score, kernel, entry = ((folder / name).read_text() for name in parts)
+    kernel = kernel.replace('#include "score.cuh"', score)
     signature = re.search(r'extern "C" int pdmesh_mla_decode_fp8\(.*?\) \{', entry, re.DOTALL)
     filled = re.search(r"    CUtensorMap values, scales;.*?const dim3 grid[^;]*;", entry, re.DOTALL)
     assert signature is not None
@@ -108,9 +107,9 @@ def library(text: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(made))
 
 
-def entry_of_attention(between: bool) -> ctypes._NamedFuncPointer:
+def entry_of_attention() -> ctypes._NamedFuncPointer:
     """Instead of `hopper_mla._entry`."""
-    return hopper_mla.declared(library(attention(between)))
+    return hopper_mla.declared(library(attention()))
 
 
 @pytest.fixture

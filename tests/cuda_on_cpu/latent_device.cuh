@@ -47,11 +47,6 @@ void mma_fp8(float (&d)[32], uint32_t a, uint32_t b) {
   later([&d, a, b] { multiply_now<64, true>({d, a, b, ADD}); });
 }
 
-template <bool ADD>
-void mma_bf16(float (&d)[32], uint32_t a, uint32_t b) {
-  later([&d, a, b] { multiply_now<64, false>({d, a, b, ADD}); });
-}
-
 // A's rows of a warp lie in the registers of four lanes: words of rows g and g + 8, then those half on.
 template <bool NARROW>
 void multiply_registers(float (&d)[32], const uint32_t (&a)[4], uint32_t b, bool add) {
