@@ -64,9 +64,13 @@ def taken_units(tensor: torch.Tensor, units: Sequence[int]) -> memoryview:
     """
     flat = tensor.flatten(0, 1)
     first, last = units[0], units[-1]
-    if list(units) == list(range(first, last + 1)):
-        return tensor_bytes(flat[first : last + 1])
-    return tensor_bytes(flat[list(units)])
+    in_a_row = list(units) == list(range(first, last + 1))
+    taken = flat[first : last + 1] if in_a_row else flat[list(units)]
+    if not taken.is_cuda:
+        return tensor_bytes(taken)
+    host = torch.empty(taken.shape, dtype=taken.dtype, pin_memory=True)  # kept by torch for others
+    host.copy_(taken)
+    return tensor_bytes(host)
 
 
 class SharedMemory:

@@ -13,6 +13,7 @@ from cuda_ipc_rig import Ready, cuda_ipc_rig
 from kvtransfer_rig import wide_format
 
 from pdmesh.kvcache.store import LatentStore
+from pdmesh.kvtransfer import transfer
 from pdmesh.kvtransfer.blocks import joined
 from pdmesh.kvtransfer.checks import checked_units
 from pdmesh.kvtransfer.device_memory import copies, runs
@@ -177,20 +178,20 @@ def test_a_push_of_pages_in_a_row_is_one_copy_and_layers_that_wait_become_one_me
         rig.device.held = True
         rig.source.ready = Ready(happened=True)
         lease = rig.lease(pages=(2, 3, 4))
-        transfer = rig.sender.open(lease)
+        push = rig.sender.open(lease)
         (mine,) = rig.sender._links.values()
         posted, post = [], mine._post
         mine._post = lambda batch: (posted.append(list(batch)), post(batch))
         with mine._changed:  # both layers are there before the link takes any
-            transfer.push_layer(rig.source, 0, 0, [1, 2, 3])
-            transfer.push_layer(rig.source, 0, 1, [1, 2, 3])
+            push.push_layer(rig.source, 0, 0, [1, 2, 3])
+            push.push_layer(rig.source, 0, 1, [1, 2, 3])
         rig.device.wait_queued(2)
         assert [len(batch) for batch in posted] == [2]
         (block, units) = rig.device.works()
         assert [(one.rows, one.size) for one in block.copies] == [(1, 3 * rig.source.page_bytes)]
         assert sum(one.size * one.rows for one in units.copies) == 3 * rig.source.page_layer_bytes
         rig.device.let_go()
-        rig.finish(transfer)
+        rig.finish(push)
         assert torch.equal(rig.target.tensor[2:5], rig.source.tensor[1:4])
 
 
@@ -198,17 +199,38 @@ def test_a_layer_of_pages_in_steps_is_one_copy_of_rows():
     with cuda_ipc_rig() as rig:
         rig.device.held = True
         lease = rig.lease(pages=(7, 5, 3))
-        transfer = rig.sender.open(lease)
-        transfer.push_layer(rig.source, 0, 1, [6, 3, 0])
+        push = rig.sender.open(lease)
+        push.push_layer(rig.source, 0, 1, [6, 3, 0])
         rig.device.wait_queued(2)
         (copied,) = rig.device.works()[0].copies
         page = rig.source.page_bytes
         assert (copied.rows, copied.target_pitch, copied.source_pitch) == (3, 2 * page, 3 * page)
         rig.device.let_go()
-        transfer.push_layer(rig.source, 0, 0, [6, 3, 0])
-        rig.finish(transfer)
+        push.push_layer(rig.source, 0, 0, [6, 3, 0])
+        rig.finish(push)
         for here, there in zip((6, 3, 0), (7, 5, 3), strict=True):
             assert torch.equal(rig.target.tensor[there], rig.source.tensor[here])
+
+
+def test_a_block_between_devices_is_bounded_by_its_copies_alone(monkeypatch):
+    with cuda_ipc_rig() as rig:
+        page = rig.source.page_bytes
+        monkeypatch.setattr(transfer, "MAX_BLOCK_BYTES", page)
+        made, ids = rig.sender.open(rig.lease(pages=(0, 1, 2, 3, 4))), [5, 6, 7]
+        sizes = []
+        (mine,) = rig.sender._links.values()
+        send = mine.send
+        mine.send = lambda message: (
+            sizes.append(message.pages) if isinstance(message, Write) else None,
+            send(message),
+        )
+        made.push_pages(0, 3, ids)
+        assert sizes == [3]
+        monkeypatch.setattr(transfer, "MAX_DEVICE_BLOCK_BYTES", page)
+        made.push_pages(3, 2, ids[:2])
+        assert sizes == [3, 1, 1]
+        rig.finish(made)
+        assert torch.equal(rig.target.tensor[:5], rig.source.tensor[[5, 6, 7, 5, 6]])
 
 
 def test_nvshmem_puts_pages_in_a_row_at_once_and_its_signals_count_them_all():
