@@ -27,21 +27,50 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceBytes:
-    """Bytes in a device's memory."""
+class DevicePages:
+    """``layers`` layers from ``layer`` on of some pages in a device's memory, by their numbers."""
 
     tensor: torch.Tensor
-    """[layers, page_size, width], contiguous."""
-    ready: torch.cuda.Event | None
-    """They are there once it has happened on the stream that computes them; None: they are."""
+    """[num_pages, num_layers, page_size, width], contiguous: that of their store."""
+    page_ids: tuple[int, ...]
+    layer: int
+    layers: int
+    unit_bytes: int
+    """Of one layer of one page."""
+    ready: tuple[torch.cuda.Event, ...] = ()
+    """They are there once these have happened on the streams that compute them."""
 
     @property
-    def address(self) -> int:
-        return self.tensor.data_ptr()
+    def piece_bytes(self) -> int:
+        """Of one page."""
+        return self.layers * self.unit_bytes
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+        return len(self.page_ids) * self.piece_bytes
+
+    def unit(self, index: int, layer: int) -> int:
+        """Number in the store of a unit, by its page and layer in the block; units follow one
+        another in memory."""
+        return self.page_ids[index] * self.tensor.shape[1] + self.layer + layer
+
+
+def taken_units(tensor: torch.Tensor, units: Sequence[int]) -> memoryview:
+    """The bytes of units of pages on a device, copied to the host at once.
+
+    Args:
+        tensor: [num_pages, num_layers, page_size, width], contiguous.
+        units: their numbers, page-major; at least one.
+    """
+    flat = tensor.flatten(0, 1)
+    first, last = units[0], units[-1]
+    in_a_row = list(units) == list(range(first, last + 1))
+    taken = flat[first : last + 1] if in_a_row else flat[list(units)]
+    if not taken.is_cuda:
+        return tensor_bytes(taken)
+    host = torch.empty(taken.shape, dtype=taken.dtype, pin_memory=True)  # kept by torch for others
+    host.copy_(taken)
+    return tensor_bytes(host)
 
 
 class SharedMemory:
@@ -123,8 +152,7 @@ class LatentStore:
         """The bytes of several (page, layer): views on the CPU, from a device one copy of all."""
         if self._bytes is not None or not units:
             return [self.read(page, layer) for page, layer in units]
-        pages, layers = zip(*units, strict=True)
-        taken = tensor_bytes(self.tensor[list(pages), list(layers)])
+        taken = taken_units(self.tensor, [p * self.num_layers + layer for p, layer in units])
         size = self.page_layer_bytes
         return [taken[start : start + size] for start in range(0, len(taken), size)]
 
@@ -138,17 +166,22 @@ class LatentStore:
         device)."""
         return tuple(self._view(page, layer, layers) for page in page_ids)
 
-    def device_views(
-        self, page_ids: Sequence[int], layer: int, layers: int
-    ) -> tuple[DeviceBytes, ...]:
-        """As ``views``, without a copy from the device. Call it after the work that fills them."""
-        ready = None
+    def device_pages(self, page_ids: Sequence[int], layer: int, layers: int) -> DevicePages:
+        """As ``views``, without a copy from the device. Call it after the work that fills them.
+
+        Raises:
+            InternalError: a page or a layer does not exist.
+        """
+        if page_ids:
+            self._offset(min(page_ids), layer)
+            self._offset(max(page_ids), layer + layers - 1)
+        ready: tuple[torch.cuda.Event, ...] = ()
         if self._bytes is None:
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(torch.cuda.current_stream(self.tensor.device))
-        return tuple(
-            DeviceBytes(self.tensor[page, layer : layer + layers], ready) for page in page_ids
-        )
+            computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            computed.record(torch.cuda.current_stream(self.tensor.device))
+            ready = (computed,)
+        size = self.page_layer_bytes
+        return DevicePages(self.tensor, tuple(page_ids), layer, layers, size, ready)
 
     def _view(self, page: int, layer: int, layers: int) -> memoryview:
         start = self._offset(page, layer)

@@ -8,6 +8,7 @@ zlib takes 38 us; both let other threads run meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import gcd
 
 from pdmesh.kvtransfer.transport import Destination, Write
 
@@ -35,12 +36,25 @@ def checked_units(write: Write, place: Destination, every: int) -> Iterator[tupl
     Both sides compute it: every unit with ``every`` = 1, else one unit in ``every``, counted over
     the lease, and all of its last page.
     """
-    first = place.index(write.page)
-    for page in range(write.pages):
-        if every == EVERY_UNIT or first + page == len(place.page_ids) - 1:
-            for layer in range(write.layers):
-                yield page, layer
-            continue
-        unit = (first + page) * place.num_layers + write.layer
-        for layer in range(-unit % every, write.layers, every):
+    first, layers = place.index(write.page), write.layers
+    last = len(place.page_ids) - 1 - first
+    sampled = write.pages if every != EVERY_UNIT else 0
+    whole = range(sampled, write.pages)
+    if 0 <= last < sampled:
+        sampled, whole = last, range(last, last + 1)
+    unit = first * place.num_layers + write.layer
+    # What is counted in layers of ``every`` comes again after so many pages.
+    period = every // gcd(place.num_layers, every)
+    begins = [
+        (page, start)
+        for page in range(min(period, sampled))
+        if (start := -(unit + page * place.num_layers) % every) < layers
+    ]
+    for turn in range(0, sampled, period):
+        for page, start in begins:
+            if turn + page < sampled:
+                for layer in range(start, layers, every):
+                    yield turn + page, layer
+    for page in whole:
+        for layer in range(layers):
             yield page, layer

@@ -24,6 +24,10 @@ from pdmesh.kvtransfer.device_memory import Copy, DeviceError, ExportedPool
 HANDLE_BYTES = 64
 NOT_READY = 600
 """CUDA_ERROR_NOT_READY."""
+INVALID_VALUE = 1
+"""CUDA_ERROR_INVALID_VALUE: of a copy of rows, also that its pitch is too large."""
+UNIFIED = 4
+"""CU_MEMORYTYPE_UNIFIED: the address says whose memory it is."""
 MPS_ENABLED = 133
 """CU_DEVICE_ATTRIBUTE_MPS_ENABLED; older drivers do not know it."""
 IPC_CAPABLE = 10
@@ -50,6 +54,20 @@ class DeviceUuid(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_ubyte * 16),)
 
 
+class Memcpy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        *(("srcXInBytes", c_size_t), ("srcY", c_size_t), ("srcMemoryType", c_uint)),
+        *(("srcHost", c_void_p), ("srcDevice", c_uint64), ("srcArray", c_void_p)),
+        ("srcPitch", c_size_t),
+        *(("dstXInBytes", c_size_t), ("dstY", c_size_t), ("dstMemoryType", c_uint)),
+        *(("dstHost", c_void_p), ("dstDevice", c_uint64), ("dstArray", c_void_p)),
+        ("dstPitch", c_size_t),
+        *(("WidthInBytes", c_size_t), ("Height", c_size_t)),
+    )
+
+
 PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
@@ -66,6 +84,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), IpcHandle, c_uint),
     "cuIpcCloseMemHandle": (c_uint64,),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuMemcpy2DAsync_v2": (POINTER(Memcpy2D), c_void_p),
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
@@ -204,17 +223,37 @@ class CudaLane:
         self._memory = memory
         self._stream = stream
 
-    def follow(self, ready: torch.cuda.Event | None) -> None:
-        if ready is not None:
-            self._memory.enter()
-            event = c_void_p(ready.cuda_event)
-            self._memory.driver("cuStreamWaitEvent", self._stream, event, c_uint(0))
+    def follow(self, ready: torch.cuda.Event) -> None:
+        self._memory.enter()
+        event = c_void_p(ready.cuda_event)
+        self._memory.driver("cuStreamWaitEvent", self._stream, event, c_uint(0))
 
     def copy(self, copies: Sequence[Copy]) -> None:
         self._memory.enter()
         call, stream = self._memory.driver, self._stream
-        for target, source, size in copies:
-            call("cuMemcpyAsync", c_uint64(target), c_uint64(source), c_size_t(size), stream)
+        for one in copies:
+            if one.rows > 1 and self._rows(one):
+                continue
+            size = c_size_t(one.size)
+            for row in range(one.rows):
+                target = c_uint64(one.target + row * one.target_pitch)
+                source = c_uint64(one.source + row * one.source_pitch)
+                call("cuMemcpyAsync", target, source, size, stream)
+
+    def _rows(self, one: Copy) -> bool:
+        """Queues all rows by one call; False if the driver takes none of it that way."""
+        what = Memcpy2D(
+            srcMemoryType=UNIFIED,
+            srcDevice=one.source,
+            srcPitch=one.source_pitch,
+            dstMemoryType=UNIFIED,
+            dstDevice=one.target,
+            dstPitch=one.target_pitch,
+            WidthInBytes=one.size,
+            Height=one.rows,
+        )
+        call = self._memory.driver
+        return call("cuMemcpy2DAsync_v2", byref(what), self._stream, also=INVALID_VALUE) == 0
 
     def record(self) -> CudaMark:
         return self._memory.mark(self._stream)

@@ -30,8 +30,9 @@ from queue import SimpleQueue
 import numpy as np
 
 from pdmesh.kvcache.store import LatentStore
+from pdmesh.kvtransfer.blocks import joined
 from pdmesh.kvtransfer.checks import checked_units, checksum
-from pdmesh.kvtransfer.device_memory import DeviceMemory, ExportedPool, Lane, Mark
+from pdmesh.kvtransfer.device_memory import Copy, DeviceMemory, ExportedPool, Lane, Mark, copies
 from pdmesh.kvtransfer.frames import Credit, to_frame
 from pdmesh.kvtransfer.shm_link import PlacedLink, ShmReceiverLink
 from pdmesh.kvtransfer.stream_link import send_all, words
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 
 Frame = Message | Credit
 Key = tuple[str, int]
+_Units = tuple[int, list[int]]
+"""Address of a pool and the numbers of units in it; or 0 and addresses of units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class CudaIpcLink(PlacedLink):
     def _post(self, batch: list[Frame]) -> None:
         """Queues the copies of a batch; sends what has nothing to wait for."""
         ordered: list[Frame] = []
-        for message in batch:
+        for message in joined(batch):
             with self._sending:
                 free = not isinstance(message, Write) and not self._ahead[_key(message)]
                 if free:
@@ -97,45 +100,57 @@ class CudaIpcLink(PlacedLink):
         """Only queued: the thread that waits for marks says when a write is over."""
 
     def _copied(self, messages: list[Frame]) -> _Batch:
-        units = [self._copy(one) if isinstance(one, Write) else [] for one in messages]
+        units = [self._copy(one) if isinstance(one, Write) else (0, []) for one in messages]
         checked = self._stage(units)
         return _Batch(self._lane.record(), tuple(messages), checked)
 
-    def _copy(self, write: Write) -> list[int]:
-        """Queues the copies of a write; returns the addresses here of its units to be checked."""
+    def _copy(self, write: Write) -> _Units:
+        """Queues the copies of a write; returns its units to be checked, where they are here."""
         place, size = self._places[_key(write)], self._page_layer_bytes
-        first = place.index(write.page)
-        sources = [piece.address for piece in write.device] or list(map(_address, write.pieces))
-        if write.device:
-            self._lane.follow(write.device[0].ready)
-        self._lane.copy(
-            [
-                (
-                    self.address + (page_id * place.num_layers + write.layer) * size,
-                    source,
-                    write.layers * size,
-                )
-                for page_id, source in zip(place.page_ids[first:], sources, strict=False)
-            ]
-        )
+        first, held = place.index(write.page), write.device
+        ids = place.page_ids[first : first + write.pages]
         checked = checked_units(write, place, self.check_every)
-        return [sources[page] + layer * size for page, layer in checked]
+        target, page_bytes = self.address + write.layer * size, place.num_layers * size
+        if held is None:
+            sources = list(map(_address, write.pieces))
+            self._lane.copy(
+                [
+                    Copy(target + page_id * page_bytes, source, write.layers * size)
+                    for page_id, source in zip(ids, sources, strict=True)
+                ]
+            )
+            return 0, [sources[page] + layer * size for page, layer in checked]
+        for computed in held.ready:
+            self._lane.follow(computed)
+        base = held.tensor.data_ptr()
+        source = base + held.layer * size
+        block = target, source, write.layers * size, page_bytes
+        self._lane.copy(list(copies(*block, ids, held.page_ids)))
+        return base, [held.unit(page, layer) for page, layer in checked]
 
-    def _stage(self, units: list[list[int]]) -> tuple[tuple[memoryview, ...], ...]:
+    def _stage(self, units: Sequence[_Units]) -> tuple[tuple[memoryview, ...], ...]:
         """Queues copies of units to the host; where each will be."""
-        size, flat = self._page_layer_bytes, [unit for chosen in units for unit in chosen]
-        self._staged = staged = self.memory.staging(len(flat) * size)
-        base = staged.ctypes.data
-        self._lane.copy([(base + i * size, unit, size) for i, unit in enumerate(flat)])
-        views = iter(staged.data[at : at + size] for at in range(0, len(staged), size))
-        return tuple(tuple(islice(views, len(chosen))) for chosen in units)
+        size, total = self._page_layer_bytes, sum(len(chosen) for _, chosen in units)
+        self._staged = staged = self.memory.staging(total * size)
+        at = staged.ctypes.data
+        queued: list[Copy] = []
+        for base, chosen in units:
+            if base:
+                queued += copies(at, base, size, size, range(len(chosen)), chosen)
+            else:
+                queued += [Copy(at + i * size, unit, size) for i, unit in enumerate(chosen)]
+            at += len(chosen) * size
+        self._lane.copy(queued)
+        held = staged.data
+        views = iter(held[at : at + size] for at in range(0, len(held), size))
+        return tuple(tuple(islice(views, len(chosen))) for _, chosen in units)
 
     def _announce(self) -> None:
         while (batch := self._waiting.get()) is not None:
             try:
                 batch.mark.wait()
                 frames = [
-                    replace(message, pieces=(), device=(), crcs=tuple(map(checksum, views)))
+                    replace(message, pieces=(), device=None, crcs=tuple(map(checksum, views)))
                     if isinstance(message, Write)
                     else message
                     for message, views in zip(batch.messages, batch.checked, strict=True)

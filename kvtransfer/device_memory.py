@@ -6,9 +6,10 @@ may go between any two memories of the device, of another process on it, or of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -17,8 +18,74 @@ import torch
 
 from pdmesh.kvcache.store import LatentStore
 
-Copy = tuple[int, int, int]
-"""Address of the target, address of the source, bytes."""
+
+class Copy(NamedTuple):
+    """Bytes, or ``rows`` of so many bytes, each so far behind the one before."""
+
+    target: int
+    """Address."""
+    source: int
+    """Address."""
+    size: int
+    """Bytes of a row."""
+    rows: int = 1
+    target_pitch: int = 0
+    source_pitch: int = 0
+
+
+class Run(NamedTuple):
+    """``length`` pairs of numbers, each pair ``target_step`` and ``source_step`` (1 at least)
+    above the one before."""
+
+    target: int
+    source: int
+    length: int
+    target_step: int
+    source_step: int
+
+
+@lru_cache(maxsize=64)
+def runs(targets: tuple[int, ...], sources: tuple[int, ...]) -> tuple[Run, ...]:
+    """As few runs as a walk over the pairs, in order of their sources, finds; each pair is in one.
+
+    The layers of a prompt that is computed have the same pages, so the last answers are kept.
+    """
+    found: list[Run] = []
+    for source, target in sorted(zip(sources, targets, strict=True)):
+        if found:
+            run = found[-1]
+            steps = run.target_step, run.source_step
+            if run.length == 1:
+                steps = target - run.target, source - run.source
+            due = run.target + run.length * steps[0], run.source + run.length * steps[1]
+            if min(steps) > 0 and due == (target, source):
+                found[-1] = Run(run.target, run.source, run.length + 1, *steps)
+                continue
+        found.append(Run(target, source, 1, 1, 1))
+    return tuple(found)
+
+
+def copies(
+    target: int,
+    source: int,
+    size: int,
+    pitch: int,
+    targets: Sequence[int],
+    sources: Sequence[int],
+) -> Iterator[Copy]:
+    """The copies of ``size`` bytes from each of ``sources`` to that of ``targets``: a run is one.
+
+    Args:
+        target, source: addresses of number 0.
+        pitch: bytes from one number to the next, on both sides; ``size`` at least.
+    """
+    for run in runs(tuple(targets), tuple(sources)):
+        at = target + run.target * pitch, source + run.source * pitch
+        if size == pitch and run.target_step == run.source_step == 1:
+            yield Copy(*at, size * run.length)
+        else:
+            pitches = run.target_step * pitch, run.source_step * pitch
+            yield Copy(*at, size, run.length, *pitches)
 
 
 class DeviceError(OSError):
@@ -56,8 +123,8 @@ class Mark(Protocol):
 class Lane(Protocol):
     """Work that the device does in order, beside all that it computes."""
 
-    def follow(self, ready: torch.cuda.Event | None) -> None:
-        """What is queued from now on begins after ``ready``."""
+    def follow(self, ready: torch.cuda.Event) -> None:
+        """What is queued from now on begins after ``ready`` too."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Queues copies. Raises DeviceError, and some of them may be queued then."""

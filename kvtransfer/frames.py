@@ -44,6 +44,8 @@ MAX_CONTROL_BYTES = 1 << 20
 """Longest payload of a frame that is no write."""
 MAX_BLOCK_BYTES = 1 << 23
 """Most bytes in a block of several units."""
+MAX_DEVICE_BLOCK_BYTES = 1 << 27
+"""The same where the bytes do not go over the connection: copies of one block between devices."""
 MAX_LEASE_ID_BYTES = 64
 CRC_BYTES = 4
 _MAX_REASON_BYTES = 1024

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pdmesh.kvcache.store import LatentStore, tensor_bytes
+from pdmesh.kvcache.store import LatentStore, taken_units
+from pdmesh.kvtransfer.blocks import joined
 from pdmesh.kvtransfer.checks import checked_units, checksum
+from pdmesh.kvtransfer.device_memory import copies
 from pdmesh.kvtransfer.frames import BadFrame, Credit, to_frame
 from pdmesh.kvtransfer.shm_link import PlacedLink
 from pdmesh.kvtransfer.stream_link import StreamLink, send_all
@@ -57,12 +59,12 @@ class NvshmemLink(PlacedLink):
         with self._putting, torch.cuda.stream(self.stream):
             if self._closed:
                 raise OSError("the connection is closed")
-            for message in batch:
+            for message in joined(batch):
                 if isinstance(message, Write):
                     place = self._places[message.lease_id, message.generation]
                     self._put_block(message, place)
                     crcs = self._crcs(message, place)
-                    frames.append(replace(message, pieces=(), device=(), crcs=crcs))
+                    frames.append(replace(message, pieces=(), device=None, crcs=crcs))
                 else:
                     frames.append(message)
             self.stream.synchronize()
@@ -72,30 +74,35 @@ class NvshmemLink(PlacedLink):
                 self._places.pop((frame.lease_id, frame.generation), None)
 
     def _put_block(self, write: Write, place: Destination) -> None:
-        if len(write.device) != write.pages:
+        held, size = write.device, self._page_layer_bytes
+        if held is None:
             raise OSError("only pages of the job's symmetric memory can be put")
         first = place.index(write.page)
-        self.stream.wait_event(write.device[0].ready)
-        for page_id, piece in zip(place.page_ids[first:], write.device, strict=False):
-            start = (page_id * place.num_layers + write.layer) * self._page_layer_bytes
-            self._bindings.putmem_signal_on_stream(
-                self.pool + start,
-                piece.address,
-                piece.nbytes,
-                self.signal,
-                1,
-                _SIGNAL_ADD,
-                self.rank,
-                self.stream.cuda_stream,
-            )
+        ids = place.page_ids[first : first + write.pages]
+        for computed in held.ready:
+            self.stream.wait_event(computed)
+        put, stream = self._bindings.putmem_signal_on_stream, self.stream.cuda_stream
+        target, source = self.pool + write.layer * size, held.tensor.data_ptr() + held.layer * size
+        piece, page_bytes = held.piece_bytes, place.num_layers * size
+        for one in copies(target, source, piece, page_bytes, ids, held.page_ids):
+            pages = one.size // piece
+            for row in range(one.rows):
+                put(
+                    one.target + row * one.target_pitch,
+                    one.source + row * one.source_pitch,
+                    one.size,
+                    self.signal,
+                    pages,
+                    _SIGNAL_ADD,
+                    self.rank,
+                    stream,
+                )
 
     def _crcs(self, write: Write, place: Destination) -> tuple[int, ...]:
-        checked = list(checked_units(write, place, self.check_every))
-        if not checked:
+        checked, held = list(checked_units(write, place, self.check_every)), write.device
+        if not checked or held is None:
             return ()
-        taken = tensor_bytes(
-            torch.stack([write.device[page].tensor[layer] for page, layer in checked])
-        )
+        taken = taken_units(held.tensor, [held.unit(page, layer) for page, layer in checked])
         size = self._page_layer_bytes
         return tuple(checksum(taken[at : at + size]) for at in range(0, len(taken), size))
 

@@ -14,7 +14,7 @@ import socket
 import msgspec
 
 from pdmesh.kvcache.store import LatentStore
-from pdmesh.kvtransfer.device_memory import DeviceError, DeviceMemory, ExportedPool, Lane
+from pdmesh.kvtransfer.device_memory import DeviceError, DeviceMemory, ExportedPool, Lane, copies
 from pdmesh.kvtransfer.pull_exchange import Transport
 from pdmesh.kvtransfer.pull_local import CONNECT_S, LocalPageReader, LocalPageServer, shut
 from pdmesh.kvtransfer.pull_reader import Lent, ReadOrder, ReadStopped, Stop
@@ -130,12 +130,12 @@ class CudaIpcPageReader(LocalPageReader):
 
     def _copy(self, lane: Lane, owner: int, order: ReadOrder, stop: Stop) -> None:
         size, mine = self._store.page_bytes, self._store.tensor.data_ptr()
-        pairs = list(zip(order.page_ids, order.destinations, strict=True))
-        for start in range(0, len(pairs), _PAGES_AT_A_TIME):
+        for start in range(0, len(order.page_ids), _PAGES_AT_A_TIME):
             if stop.asked:
                 raise ReadStopped("the read was stopped")
-            part = pairs[start : start + _PAGES_AT_A_TIME]
-            lane.copy([(mine + to * size, owner + page * size, size) for page, to in part])
+            part = slice(start, start + _PAGES_AT_A_TIME)
+            pages = order.destinations[part], order.page_ids[part]
+            lane.copy(list(copies(mine, owner, size, size, *pages)))
             lane.record().wait()
 
 

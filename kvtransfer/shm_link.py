@@ -66,7 +66,7 @@ class PlacedLink(StreamLink):
             frame: Message | Credit = message
             if isinstance(message, Write):
                 place = self._places[message.lease_id, message.generation]
-                frame = replace(message, pieces=(), device=(), crcs=self._put(message, place))
+                frame = replace(message, pieces=(), device=None, crcs=self._put(message, place))
             elif isinstance(message, FinMessage | Drained):
                 self._places.pop((message.lease_id, message.generation), None)
             send_all(self._sock, list(to_frame(frame)))

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 
 import torch
 
-from pdmesh.kvcache.store import DeviceBytes, LatentStore, tensor_bytes
-from pdmesh.kvtransfer.frames import MAX_BLOCK_BYTES
+from pdmesh.kvcache.store import DevicePages, LatentStore, tensor_bytes
+from pdmesh.kvtransfer.frames import MAX_BLOCK_BYTES, MAX_DEVICE_BLOCK_BYTES
 from pdmesh.kvtransfer.protocol import sender as protocol
 from pdmesh.kvtransfer.protocol.sender import Phase, SenderState, step
 from pdmesh.kvtransfer.transport import Abort, Drained, FinMessage, Link, Open, Write
@@ -96,7 +96,7 @@ class Transfer:
 
         ``page_ids`` are where they are in ``store``. Call it after the work that fills them.
         """
-        step = max(1, MAX_BLOCK_BYTES // self._size)
+        step = max(1, self._block_bytes(store) // self._size)
         for start in range(0, len(page_ids), step):
             self._push_held(store, first + start, layer, 1, page_ids[start : start + step])
 
@@ -121,19 +121,23 @@ class Transfer:
         if held is None or len(page_ids) != count:
             raise InternalError(f"{count} pages to push, {len(page_ids)} page ids, store {held}")
         num_layers = self.lease.page_format.num_layers
-        layers = min(num_layers, max(1, MAX_BLOCK_BYTES // self._size))
-        pages = max(1, MAX_BLOCK_BYTES // (num_layers * self._size))
+        block = self._block_bytes(held)
+        layers = min(num_layers, max(1, block // self._size))
+        pages = max(1, block // (num_layers * self._size))
         for start in range(0, count, pages):
             ids = page_ids[start : start + pages]
             for layer in range(0, num_layers, layers):
                 part = min(layers, num_layers - layer)
                 self._push_held(held, first + start, layer, part, ids)
 
+    def _block_bytes(self, store: LatentStore) -> int:
+        return MAX_DEVICE_BLOCK_BYTES if self._link.takes_from(store) else MAX_BLOCK_BYTES
+
     def _push_held(
         self, store: LatentStore, first: int, layer: int, layers: int, page_ids: Sequence[int]
     ) -> None:
         if self._link.takes_from(store):
-            device = store.device_views(page_ids, layer, layers)
+            device = store.device_pages(page_ids, layer, layers)
             self._push_block(first, layer, layers, (), device)
         else:
             self._push_block(first, layer, layers, store.views(page_ids, layer, layers))
@@ -144,20 +148,19 @@ class Transfer:
         layer: int,
         layers: int,
         pieces: tuple[memoryview, ...],
-        device: tuple[DeviceBytes, ...] = (),
+        device: DevicePages | None = None,
     ) -> None:
         lease = self.lease
-        block: tuple[memoryview | DeviceBytes, ...] = (*pieces, *device)
-        if not lease.cached_pages <= first <= first + len(block) <= lease.num_pages:
+        pages = len(pieces) if device is None else len(device.page_ids)
+        sizes = {piece.nbytes for piece in pieces} if device is None else {device.piece_bytes}
+        if not lease.cached_pages <= first <= first + pages <= lease.num_pages:
             raise InternalError(f"page {first} is not among those lease {lease.lease_id} needs")
         within = 0 <= layer < layer + layers <= lease.page_format.num_layers
-        for piece in block:
-            if not within or piece.nbytes != layers * self._size:
-                raise InternalError(
-                    f"layer {layer} of {piece.nbytes} bytes does not fit the page format"
-                )
-        self._link.wait_room(sum(piece.nbytes for piece in block), lambda: self._over)
-        self._step(protocol.Pushed(first, layer, len(block), layers), pieces, device)
+        for size in sizes:
+            if not within or size != layers * self._size:
+                raise InternalError(f"layer {layer} of {size} bytes does not fit the page format")
+        self._link.wait_room(pages * layers * self._size, lambda: self._over)
+        self._step(protocol.Pushed(first, layer, pages, layers), pieces, device)
 
     def finish(self, fin: Fin, timeout: float = 60.0) -> None:
         """Sends FIN and waits until the receiver has acknowledged every write.
@@ -245,7 +248,7 @@ class Transfer:
         self,
         what: protocol.Event,
         pieces: tuple[memoryview, ...] = (),
-        device: tuple[DeviceBytes, ...] = (),
+        device: DevicePages | None = None,
     ) -> None:
         with self._changed:
             self._state, effects = step(self._state, what)
@@ -269,7 +272,7 @@ class Transfer:
         self,
         effect: protocol.Effect,
         pieces: tuple[memoryview, ...],
-        device: tuple[DeviceBytes, ...],
+        device: DevicePages | None,
     ) -> None:
         """Links never block on these, so they are called under the lock, in order."""
         lease_id, generation = self.lease.lease_id, self.lease.generation

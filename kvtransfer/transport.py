@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdmesh.kvcache.store import DeviceBytes, LatentStore
+from pdmesh.kvcache.store import DevicePages, LatentStore
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.messages import PROTOCOL_VERSION, Fin
 
@@ -76,7 +76,7 @@ class Write:
     layers: int = 1
     verdict: Verdict | None = None
     """What the receiving transport found where it compared the checksums itself."""
-    device: tuple[DeviceBytes, ...] = ()
+    device: DevicePages | None = None
     """In place of ``pieces``, for a link that ``takes_from`` their store: where the bytes are."""
 
     @property
@@ -86,7 +86,7 @@ class Write:
     @property
     def nbytes(self) -> int:
         here = sum(piece.nbytes for piece in self.pieces)
-        return here + sum(piece.nbytes for piece in self.device)
+        return here + (0 if self.device is None else self.device.nbytes)
 
 
 @dataclass(frozen=True, slots=True)

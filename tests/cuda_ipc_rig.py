@@ -9,13 +9,13 @@ import struct
 import threading
 from collections import Counter
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from kvtransfer_rig import FORMAT, PATIENCE, Rig
 
-from pdmesh.kvcache.store import DeviceBytes, LatentStore, SharedMemory
+from pdmesh.kvcache.store import LatentStore, SharedMemory
 from pdmesh.kvtransfer.cuda_ipc import CudaIpcDialer, CudaIpcListener
 from pdmesh.kvtransfer.device_memory import DeviceError, ExportedPool
 
@@ -41,9 +41,9 @@ class DeviceStore(LatentStore):
         self.ready: Ready | None = None
         """What pushes of these pages have to wait for."""
 
-    def device_views(self, page_ids, layer, layers):
-        found = super().device_views(page_ids, layer, layers)
-        return tuple(DeviceBytes(piece.tensor, self.ready) for piece in found)
+    def device_pages(self, page_ids, layer, layers):
+        ready = () if self.ready is None else (self.ready,)
+        return replace(super().device_pages(page_ids, layer, layers), ready=ready)
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class Work:
 
     lane: int
     copies: list = field(default_factory=list)
-    after: Ready | None = None
+    after: tuple = ()
     over: bool = False
 
 
@@ -141,7 +141,8 @@ class FakeDevice:
         """Does one of the queued works, the first by default."""
         with self.changed:
             work = self.queued[number]
-            assert work.after is None or work.after.happened, "begun before its pages are computed"
+            done = all(ready.happened for ready in work.after)
+            assert done, "begun before its pages are computed"
             self._do(work)
 
     def finish_all(self, rng=None) -> None:
@@ -179,7 +180,7 @@ class FakeDevice:
 
     def _inside(self, base: int, work: Work) -> bool:
         end = base + len(self._maps[base][1])
-        return any(base <= target < end for target, _, _ in work.copies if not work.over)
+        return any(base <= one.target < end for one in work.copies if not work.over)
 
     def add(self, work: Work) -> None:
         with self.changed:
@@ -189,8 +190,10 @@ class FakeDevice:
             self.changed.notify_all()
 
     def _do(self, work: Work) -> None:
-        for target, source, size in work.copies:
-            ctypes.memmove(target, source, size)
+        for one in work.copies:
+            for row in range(one.rows):
+                target = one.target + row * one.target_pitch
+                ctypes.memmove(target, one.source + row * one.source_pitch, one.size)
         work.over = True
         self.queued.remove(work)
         self.changed.notify_all()
@@ -202,10 +205,11 @@ class FakeLane:
     def __init__(self, device: FakeDevice, number: int) -> None:
         self._device, self._number = device, number
         self._works: list[Work] = []
-        self._after: Ready | None = None
+        self._after: tuple[Ready, ...] = ()
 
     def follow(self, ready) -> None:
-        self._after = ready
+        if ready not in self._after:
+            self._after += (ready,)
 
     def copy(self, copies) -> None:
         self._device._may("copy")

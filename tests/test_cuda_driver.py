@@ -14,6 +14,7 @@ import torch
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer import cuda_driver
 from pdmesh.kvtransfer.cuda_driver import (
+    INVALID_VALUE,
     IPC_CAPABLE,
     MPS_ENABLED,
     NOT_READY,
@@ -21,10 +22,12 @@ from pdmesh.kvtransfer.cuda_driver import (
     CudaMemory,
     IpcHandle,
 )
-from pdmesh.kvtransfer.device_memory import DeviceError, ExportedPool
+from pdmesh.kvtransfer.device_memory import Copy, DeviceError, ExportedPool
 
 HANDLE = bytes(range(64))
 UUIDS = [bytes([n]) * 16 for n in range(3)]
+ROWS = Copy((1 << 47) + 3, (1 << 46) + 5, 700, 9, (1 << 33) + 1, (1 << 32) + 1)
+"""A copy of rows whose every number is another."""
 HEADERS = [Path("/usr/local/cuda/include"), Path("/usr/include")]
 
 
@@ -171,10 +174,8 @@ def test_copies_go_on_a_stream_of_their_own_behind_the_event_they_follow():
     lane = CudaMemory(0, library).lane()
     assert library.named("cuStreamCreate") == [(0, 1)], "not blocking, nor blocked"
     library.calls.clear()
-    lane.follow(None)
-    assert library.calls == []
     lane.follow(Event())
-    lane.copy([(1 << 47, 2 << 40, 100), (3, 4, 5 << 33)])
+    lane.copy([Copy(1 << 47, 2 << 40, 100), Copy(3, 4, 5 << 33)])
     mark = lane.record()
     assert [call for call in library.calls if call[0] != "cuCtxSetCurrent"] == [
         ("cuStreamWaitEvent", 88, 4711, 0),
@@ -198,6 +199,25 @@ def test_copies_go_on_a_stream_of_their_own_behind_the_event_they_follow():
     assert library.named("cuStreamDestroy_v2") == [(88,)]
 
 
+def test_rows_go_by_one_call_and_one_by_one_where_the_driver_refuses_their_pitch():
+    library = Library()
+    lane = CudaMemory(0, library).lane()
+    lane.copy([ROWS])
+    assert len(library.named("cuMemcpy2DAsync_v2")) == 1
+    assert not library.named("cuMemcpyAsync")
+    library.results["cuMemcpy2DAsync_v2"] = INVALID_VALUE
+    lane.copy([Copy(1000, 5000, 7, 3, 100, 200), Copy(1, 2, 3)])
+    assert library.named("cuMemcpyAsync") == [
+        (1000, 5000, 7, 88),
+        (1100, 5200, 7, 88),
+        (1200, 5400, 7, 88),
+        (1, 2, 3, 88),
+    ]
+    library.results["cuMemcpy2DAsync_v2"] = 700
+    with pytest.raises(DeviceError, match="cuMemcpy2DAsync_v2: the device said no"):
+        lane.copy([ROWS])
+
+
 def test_settling_waits_for_an_event_on_the_stream_that_computes():
     library = Library()
     CudaMemory(0, library).settle()
@@ -215,7 +235,7 @@ def test_every_thread_enters_the_devices_context_before_it_calls():
         lambda: memory.close(pool, 1),
         lambda: memory.export(store()),
         lambda: lane.follow(Event()),
-        lambda: lane.copy([(1, 2, 3)]),
+        lambda: lane.copy([Copy(1, 2, 3)]),
         lane.record,
         memory.settle,
         lane.close,
@@ -286,10 +306,12 @@ def header():
 STUB = """
 #include <string.h>
 #include <cuda.h>
-static unsigned long long seen[8];
+static unsigned long long seen[15];
 unsigned long long probe(int at) { return seen[at]; }
 _Static_assert(CU_IPC_HANDLE_SIZE == HANDLE_BYTES, "handle");
 _Static_assert(CUDA_ERROR_NOT_READY == NOT_READY, "not ready");
+_Static_assert(CUDA_ERROR_INVALID_VALUE == INVALID_VALUE, "invalid value");
+_Static_assert(CU_MEMORYTYPE_UNIFIED == UNIFIED, "unified");
 _Static_assert(CU_DEVICE_ATTRIBUTE_MPS_ENABLED == MPS_ENABLED, "mps");
 _Static_assert(CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE == IPC_CAPABLE, "capable");
 _Static_assert(CU_STREAM_NON_BLOCKING == NON_BLOCKING, "stream");
@@ -316,6 +338,13 @@ CUresult cuIpcOpenMemHandle(CUdeviceptr *a, CUipcMemHandle b, unsigned int c) {
 CUresult cuIpcCloseMemHandle(CUdeviceptr a) { seen[1] = a; return 0; }
 CUresult cuMemcpyAsync(CUdeviceptr a, CUdeviceptr b, size_t c, CUstream d) {
   seen[2] = a; seen[3] = b; seen[4] = c; seen[5] = (size_t)d; return 0; }
+CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D *a, CUstream b) {
+  if (a->srcMemoryType != CU_MEMORYTYPE_UNIFIED || a->dstMemoryType != CU_MEMORYTYPE_UNIFIED)
+    return 1;
+  if (a->srcXInBytes || a->srcY || a->dstXInBytes || a->dstY) return 1;
+  seen[8] = a->dstDevice; seen[9] = a->srcDevice; seen[10] = a->WidthInBytes;
+  seen[11] = a->Height; seen[12] = a->dstPitch; seen[13] = a->srcPitch; seen[14] = (size_t)b;
+  return 0; }
 CUresult cuStreamCreate(CUstream *a, unsigned int b) {
   *a = (CUstream)(b + (1ull << 40)); return 0; }
 CUresult cuStreamWaitEvent(CUstream a, CUevent b, unsigned int c) { seen[6] = (size_t)b; return 0; }
@@ -337,7 +366,14 @@ def test_the_prototypes_are_those_of_the_drivers_header(tmp_path):
     constants = "".join(
         f"#define {name} {getattr(cuda_driver, name)}\n"
         for name in (
-            *("HANDLE_BYTES", "NOT_READY", "MPS_ENABLED", "IPC_CAPABLE"),
+            *(
+                "INVALID_VALUE",
+                "UNIFIED",
+                "HANDLE_BYTES",
+                "NOT_READY",
+                "MPS_ENABLED",
+                "IPC_CAPABLE",
+            ),
             *("NON_BLOCKING", "WAITS_ASLEEP", "LAZY_PEER_ACCESS"),
         )
     )
@@ -354,10 +390,12 @@ def test_the_prototypes_are_those_of_the_drivers_header(tmp_path):
     memory.close(pool, address)
     lane = memory.lane()
     lane.follow(Event())
-    lane.copy([((1 << 47) + 3, (1 << 46) + 5, (1 << 40) + 7)])
+    lane.copy([Copy((1 << 47) + 3, (1 << 46) + 5, (1 << 40) + 7)])
+    lane.copy([ROWS])
     mark = lane.record()
     assert not mark.done
     mark.wait()
+    assert [library.probe(at) for at in range(8, 15)] == [*ROWS, (1 << 40) + 1]
     probed = [library.probe(at) for at in range(8)]
     stream = (1 << 40) + 1
     copied = [(1 << 47) + 3, (1 << 46) + 5, (1 << 40) + 7, stream]

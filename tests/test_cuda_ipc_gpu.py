@@ -20,8 +20,9 @@ from child_path import python_path
 from test_kvtransfer_nvshmem import hand_off
 
 from pdmesh.kvcache.store import LatentStore
+from pdmesh.kvtransfer.cuda_driver import CudaMemory
 from pdmesh.kvtransfer.cuda_ipc import device_memory
-from pdmesh.kvtransfer.device_memory import DeviceError
+from pdmesh.kvtransfer.device_memory import Copy, DeviceError
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU = pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
@@ -178,6 +179,32 @@ def test_memory_of_expandable_segments_is_not_offered():
         text=True,
     )
     assert "leave expandable_segments and cudaMallocAsync out of" in run.stderr
+
+
+@GPU
+@pytest.mark.parametrize("pitch", [1 << 20, (1 << 31) + 512], ids=["by one call", "row by row"])
+def test_rows_are_copied_whatever_their_pitch(pitch):
+    """A pitch of 2 GiB is more than the driver takes."""
+    memory = CudaMemory(0)
+    pool = torch.zeros(2 * pitch + (1 << 20), dtype=torch.uint8, device="cuda:0")
+    rows = torch.randint(1, 255, (3, 4096), dtype=torch.uint8, device="cuda:0")
+    torch.cuda.synchronize()
+    lane = memory.lane()
+    lane.copy([Copy(pool.data_ptr() + 512, rows.data_ptr(), 4096, 3, pitch, 4096)])
+    lane.record().wait()
+    lane.close()
+    for row in range(3):
+        at = row * pitch + 512
+        assert torch.equal(pool[at : at + 4096], rows[row])
+    assert int(pool.count_nonzero()) == 3 * 4096
+
+
+@GPU
+def test_units_of_a_store_on_a_device_come_in_their_order():
+    store = LatentStore(4, 6, 64, 576, torch.bfloat16, "cuda:0")
+    store.tensor.copy_(torch.randn(store.tensor.shape))
+    for units in ([(1, 2)], [(1, 4), (1, 5), (2, 0)], [(3, 1), (0, 2), (3, 0)]):
+        assert store.read_units(units) == [store.read(*unit) for unit in units]
 
 
 @GPU

@@ -132,7 +132,7 @@ def test_copies_begin_only_when_their_pages_are_computed():
         transfer = rig.sender.open(rig.lease(pages=(3,)))
         transfer.push_pages(0, 1, [0])
         rig.device.wait_queued(2)
-        assert all(work.after is rig.source.ready for work in rig.device.works())
+        assert all(work.after == (rig.source.ready,) for work in rig.device.works())
         with pytest.raises(AssertionError, match="begun before its pages are computed"):
             rig.device.finish()
         rig.source.ready.happened = True

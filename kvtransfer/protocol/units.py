@@ -11,7 +11,5 @@ def block_bits(num_layers: int, page: int, layer: int, pages: int, layers: int) 
     start = page * num_layers + layer
     if layers == num_layers or pages == 1:
         return ((1 << pages * layers) - 1) << start
-    one, bits = (1 << layers) - 1, 0
-    for index in range(pages):
-        bits |= one << index * num_layers
-    return bits << start
+    first_layers = ((1 << pages * num_layers) - 1) // ((1 << num_layers) - 1)
+    return first_layers * ((1 << layers) - 1) << start

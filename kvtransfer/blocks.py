@@ -1,0 +1,52 @@
+"""Writes of one batch that are one block: the layers of a prompt that wait together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from pdmesh.kvtransfer.transport import Write
+
+T = TypeVar("T")
+
+
+def joined(messages: Sequence[T]) -> list[T | Write]:
+    """The messages, in order, with writes made one that follow each other in it and have layer
+    after layer of the same pages of a device's memory.
+
+    The one write waits for whatever any of its parts waits for.
+    """
+    groups: list[list[T]] = []
+    for message in messages:
+        if groups and _goes_on(groups[-1][-1], message):
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return [group[0] if len(group) == 1 else _one(group) for group in groups]
+
+
+def _goes_on(write: object, later: object) -> bool:
+    if not isinstance(write, Write) or not isinstance(later, Write):
+        return False
+    mine, other = write.device, later.device
+    if mine is None or other is None:
+        return False
+    lease = write.lease_id, write.generation
+    block = write.page, write.pages, write.layer + write.layers
+    return (
+        (later.lease_id, later.generation) == lease
+        and (later.page, later.pages, later.layer) == block
+        and other.tensor is mine.tensor
+        and other.layer == mine.layer + mine.layers
+        and other.page_ids == mine.page_ids
+    )
+
+
+def _one(group: Sequence[object]) -> Write:
+    writes = [write for write in group if isinstance(write, Write)]
+    parts = [write.device for write in writes if write.device is not None]
+    layers = sum(write.layers for write in writes)
+    ready = tuple(event for part in parts for event in part.ready)
+    device = replace(parts[0], layers=layers, ready=ready)
+    return replace(writes[0], layers=layers, device=device)
