@@ -18,6 +18,8 @@ from pdmesh.model.device.padding import fits, graph_sizes, padded, padded_size
 from pdmesh.model.device.staging import StepStaging
 from pdmesh.prefill.warming import warm_up
 
+NO_DEVICE = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+GPU = (pytest.mark.gpu, NO_DEVICE)
 PAGE = 16
 
 
@@ -130,9 +132,10 @@ def test_a_result_is_not_overwritten_by_the_next_step(models):
     assert np.isfinite(first.numpy()).all()
 
 
-def test_what_a_graph_reads_is_each_steps_own_though_tables_are_kept_from_step_to_step():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_what_a_graph_reads_is_each_steps_own_though_tables_are_kept_from_step_to_step(device):
     """Sequences that change places, get a page, leave and come back."""
-    staging = StepStaging(4, 2, 3, torch.device("cpu"))
+    staging = StepStaging(4, 2, 3, torch.device(device))
     assert staging.lengths.tolist() == [2] * 4
     assert staging.values.tolist() == [[0] * 8, [0, 1] * 4, [-1] * 8]
     long = (4, 2, 9, 8)  # more pages than a graph takes

@@ -97,7 +97,7 @@ class StepStaging:
             self.page_table[first:end].copy_(self._host_table[first:end], non_blocking=True)
             self._changed = len(self._held), 0
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self._there.device))
         return self.at[:count]
 
     def _pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
