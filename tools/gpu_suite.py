@@ -319,7 +319,7 @@ def table(jobs: Iterable[Job]) -> str:
     for job in jobs:
         words = [*(f"{k}={v}" for k, v in job.environment.items()), *map(_quoted, job.command)]
         command = " ".join(words)
-        lines.append(f"{job.name:12} {job.kind:6} {job.seconds:4} s  {job.gpus} GPU  {command}")
+        lines.append(f"{job.name:14} {job.kind:6} {job.seconds:4} s  {job.gpus} GPU  {command}")
     return "\n".join(lines)
 
 
