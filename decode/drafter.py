@@ -22,6 +22,9 @@ from pdmesh.model.computing import ComputingModel
 from pdmesh.model.sampler import SamplingState
 from pdmesh.model.tree import TokenTree
 
+_ROOT = (-1,)
+"""The parents of a tree without drafts."""
+
 
 @dataclass
 class SequenceRows:
@@ -84,10 +87,19 @@ class MtpDrafter:
     @torch.inference_mode()
     def propose(self, sequences: Sequence[SequenceRows], count: int) -> list[TokenTree]:
         """See ``Drafter``. A draft that could never be chosen is left out, with all below it."""
-        grown = [self._grown(s, count) for s in sequences]
-        filled = [g for g in grown if due(g.sequence, count, self._page_size)]
-        if not filled:
-            return [g.tree() for g in grown]
+        grown = [
+            self._grown(s, count) if due(s, count, self._page_size) else None for s in sequences
+        ]
+        filled = [g for g in grown if g is not None]
+        if filled:
+            self._grow(filled)
+        return [
+            TokenTree((s.tokens[s.computed],), _ROOT) if g is None else g.tree()
+            for s, g in zip(sequences, grown, strict=True)
+        ]
+
+    def _grow(self, filled: Sequence[_Grown]) -> None:
+        """Computes the pending rows, and drafts."""
         hidden = self._fill(filled)
         growing = [g for g in filled if g.limit > 0]
         hidden = _rows(hidden, [g.limit > 0 for g in filled])
@@ -104,7 +116,6 @@ class MtpDrafter:
             growing = [g for g, wants in zip(growing, more, strict=True) if wants]
             if growing:
                 hidden = self._deeper(growing, hidden)
-        return [g.tree() for g in grown]
 
     def _grown(self, s: SequenceRows, count: int) -> _Grown:
         most = 0 if s.pending is None else s.most_drafts(self._page_size)

@@ -107,10 +107,12 @@ class Paging:
             Those of ``batch`` that can run. The others wait for room, or had to give way.
         """
         ready: set[DecodeSequence] = set()
+        size = self._limits.page_format.page_size
         for sequence in sorted(batch, key=_rank):
             if sequence in self._aside or sequence.cancelled:
                 continue
-            if await self._provide(sequence):
+            there = sequence.pages_needed(size) <= sequence.entry.reservation.num_pages
+            if there or await self._provide(sequence):
                 ready.add(sequence)
         return ready
 

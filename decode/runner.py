@@ -97,8 +97,9 @@ class DecodeRunner:
         hidden = self._model.forward(self._batch(sequences, trees), self._store.tensor, "absorbed")
         chosen, logprobs = sample(self._model.logits(hidden), _choices(sequences, trees))
         results: list[StepRows] = []
+        rows = torch.split(hidden, [len(tree.tokens) for tree in trees])
         at = 0
-        for s, tree in zip(sequences, trees, strict=True):
+        for s, tree, own in zip(sequences, trees, rows, strict=True):
             end = at + len(tree.tokens)
             accepted = accept(tree, chosen[at:end], s.room, s.sampling.stop_tokens)
             self._compact(s, accepted.path)
@@ -107,7 +108,7 @@ class DecodeRunner:
                     tree,
                     accepted,
                     [logprobs[at + node] for node in accepted.path],
-                    _path_rows(hidden[at:end], accepted.path),
+                    own if len(accepted.path) == end - at else _path_rows(own, accepted.path),
                     due(s, count, self._page_size),
                 )
             )
@@ -126,11 +127,12 @@ class DecodeRunner:
 
     def _compact(self, s: SequenceRows, path: tuple[int, ...]) -> None:
         """Moves the latents of accepted nodes to the positions that they turned out to have."""
+        if path[-1] == len(path) - 1:
+            return
         moved = [(node, place) for place, node in enumerate(path) if node != place]
-        if moved:
-            sources = [s.computed + node for node, _ in moved]
-            targets = [s.computed + place for _, place in moved]
-            move_latents(self._store.tensor, s.page_table, self._page_size, sources, targets)
+        sources = [s.computed + node for node, _ in moved]
+        targets = [s.computed + place for _, place in moved]
+        move_latents(self._store.tensor, s.page_table, self._page_size, sources, targets)
 
     def _learn(self, count: int, results: Sequence[StepRows], seconds: float) -> None:
         for result in results:

@@ -6,6 +6,7 @@ and with what is installed, is taken; each of the others has one sentence that s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from pdmesh.kernels.norm import rms_norm
 from pdmesh.kernels.rope_append import rope_append
 
 Call = Callable[..., Any]
+VARIABLE = "PDMESH_BACKENDS"
+"""In the environment: operations of a CUDA device and what is to compute them, see
+`named_backends`."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,8 @@ def choose_backends(
     Args:
         device: where it runs.
         shapes: of the model.
-        forced: operation to the name of the backend that it must use.
+        forced: operation to the name of the backend that it must use; by default, on a CUDA
+            device, what $PDMESH_BACKENDS names.
 
     Raises:
         ValueError: a forced backend does not exist or cannot be used; the message says why.
@@ -142,7 +147,27 @@ def choose_backends(
     from pdmesh.kernels.candidates import register
 
     register()
-    return Backends([_choose(op, device, shapes, (forced or {}).get(op)) for op in PLAIN])
+    if forced is None:
+        named = os.environ.get(VARIABLE, "") if device.type == "cuda" else ""
+        forced = named_backends(named)
+    return Backends([_choose(op, device, shapes, forced.get(op)) for op in PLAIN])
+
+
+def named_backends(text: str) -> dict[str, str]:
+    """Operation to backend, of "operation=backend,operation=backend".
+
+    Raises:
+        ValueError: it is not of that form, or there is no such operation.
+    """
+    named: dict[str, str] = {}
+    for word in filter(None, text.split(",")):
+        op, _, backend = word.partition("=")
+        if op not in PLAIN or not backend:
+            raise ValueError(
+                f"${VARIABLE} has {word!r}, not OPERATION=BACKEND; operations: {', '.join(PLAIN)}"
+            )
+        named[op] = backend
+    return named
 
 
 def _choose(op: str, device: torch.device, shapes: Shapes, forced: str | None) -> Choice:

@@ -1,7 +1,9 @@
 """One step's rows: which positions of which sequences are computed, and where their pages are."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -19,6 +21,8 @@ Form = Literal["mha", "absorbed"]
 # A tile's rows, and its entries computed at once: what stays in a processor's cache. MHA form has
 # tiles of a whole split, where rows cost little beside the projection of the keys.
 _MHA = Tiling(SPLIT, 256, share=True)
+_FEW = 8
+"""Rows a slice, up to which their tokens are taken one by one."""
 _ABSORBED = tuple(Tiling(rows, min(32, 512 // rows)) for rows in (2, 4, 8, 16, 32, SPLIT))
 
 
@@ -70,7 +74,8 @@ class Batch:
         page_size: slots a page.
         num_rows: T, rows that were asked for.
         last_position: the largest position of a row.
-        tokens, positions: [T] int64.
+        bounds: [slices, 3] int64 on the host: start, end and write_from of each slice.
+        tokens, positions: [T] int64, copied to the device when they are first asked for.
         host_tokens: [T] int64 on the host.
         padded_tokens, padded_positions: [num_padded] int64, followed by rows of token 0 at
             position 0 up to a multiple of four; these are never written to a page.
@@ -78,29 +83,29 @@ class Batch:
 
     slices: tuple[SequenceSlice, ...]
     page_size: int
+    bounds: NDArray[np.int64]
     num_rows: int
     last_position: int
-    tokens: Tensor
-    positions: Tensor
     host_tokens: NDArray[np.int64]
-    padded_tokens: Tensor
-    padded_positions: Tensor
+    device: torch.device
+    """Where the rows are."""
 
     def __init__(
         self,
         slices: tuple[SequenceSlice, ...],
         page_size: int,
+        bounds: NDArray[np.int64],
         packed: NDArray[np.int64],
         device: torch.device | str,
     ) -> None:
         self.slices = slices
         self.page_size = page_size
-        self.num_rows = sum(item.end - item.start for item in slices)
+        self.bounds = bounds
+        self.num_rows = int((bounds[:, 1] - bounds[:, 0]).sum())
         self.last_position = int(packed[1].max())
         self.host_tokens = packed[0, : self.num_rows]
-        self.padded_tokens, self.padded_positions = torch.from_numpy(packed).to(device)
-        self.tokens = self.padded_tokens[: self.num_rows]
-        self.positions = self.padded_positions[: self.num_rows]
+        self.device = torch.device(device)
+        self._packed = packed
         self._parts: dict[tuple[Form, int], tuple[AttentionPart, ...]] = {}
         self._writes: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -121,16 +126,40 @@ class Batch:
             raise ValueError("a batch needs at least one slice")
         for item, tokens in zip(slices, token_ids, strict=True):
             _check_slice(item, len(tokens), page_size)
-        positions = np.concatenate([_positions(item) for item in slices])
-        packed = np.zeros((2, padded_rows(len(positions))), dtype=np.int64)
-        packed[0, : len(positions)] = np.concatenate([np.asarray(t, np.int64) for t in token_ids])
-        packed[1, : len(positions)] = positions
-        return Batch(tuple(slices), page_size, packed, device)
+        bounds = np.array([(i.start, i.end, i.write_from) for i in slices], np.int64)
+        positions = _positions(slices, bounds)
+        rows = len(positions)
+        packed = np.zeros((2, padded_rows(rows)), dtype=np.int64)
+        if rows <= _FEW * len(slices):
+            packed[0, :rows] = np.fromiter(itertools.chain.from_iterable(token_ids), np.int64, rows)
+        else:
+            packed[0, :rows] = np.concatenate([np.asarray(t, np.int64) for t in token_ids])
+        packed[1, :rows] = positions
+        return Batch(tuple(slices), page_size, bounds, packed, device)
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        return torch.from_numpy(self._packed).to(self.device)
 
     @property
-    def device(self) -> torch.device:
-        """Where the rows are."""
-        return self.padded_tokens.device
+    def padded_tokens(self) -> Tensor:
+        """See the attributes."""
+        return self._rows[0]
+
+    @property
+    def padded_positions(self) -> Tensor:
+        """See the attributes."""
+        return self._rows[1]
+
+    @property
+    def tokens(self) -> Tensor:
+        """See the attributes."""
+        return self._rows[0, : self.num_rows]
+
+    @property
+    def positions(self) -> Tensor:
+        """See the attributes."""
+        return self._rows[1, : self.num_rows]
 
     def attention(self, form: Form, first_key: int) -> tuple[AttentionPart, ...]:
         """The plans of attention over keys first_key..position, one a form; made once and kept.
@@ -183,10 +212,17 @@ class Batch:
         return self._writes[num_layers]
 
 
-def _positions(item: SequenceSlice) -> NDArray[np.int64]:
-    if item.parents is None:
-        return np.arange(item.start, item.end)
-    return item.start + np.asarray(node_depths(item.parents), np.int64)
+def _positions(slices: Sequence[SequenceSlice], bounds: NDArray[np.int64]) -> NDArray[np.int64]:
+    counts = bounds[:, 1] - bounds[:, 0]
+    ends = counts.cumsum()
+    positions: NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(
+        bounds[:, 0] - ends + counts, counts
+    )
+    for item, end in zip(slices, ends, strict=True):
+        if item.parents is not None:
+            depths = np.asarray(node_depths(item.parents), np.int64)
+            positions[end - len(depths) : end] = item.start + depths
+    return positions
 
 
 def _spans(item: SequenceSlice, index: int, first_row: int, form: Form) -> list[Span]:

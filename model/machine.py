@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pdmesh.kernels.backends import VARIABLE, named_backends
 from pdmesh.kernels.cuda_build import nvcc
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Precision
@@ -29,6 +30,7 @@ class Machine:
         compiler: whether there is a C compiler, with which triton makes its launchers.
         nvcc: whether there is a compiler for the kernels in CUDA C++.
         visible: the variable CUDA_VISIBLE_DEVICES.
+        backends: the variable PDMESH_BACKENDS.
     """
 
     torch: str
@@ -38,6 +40,7 @@ class Machine:
     compiler: bool
     nvcc: bool
     visible: str | None = None
+    backends: str = ""
 
 
 def this_machine() -> Machine:
@@ -54,6 +57,7 @@ def this_machine() -> Machine:
         bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")),
         nvcc() is not None,
         os.environ.get("CUDA_VISIBLE_DEVICES"),
+        os.environ.get(VARIABLE, ""),
     )
 
 
@@ -70,6 +74,10 @@ def check_machine(machine: Machine, device: str, precision: Precision) -> None:
     kind, _, index = device.partition(":")
     if kind != "cuda":
         return
+    try:
+        named_backends(machine.backends)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if machine.cuda is None:
         raise ConfigError(
             f"{device} was asked for, and torch {machine.torch} is built for the CPU alone; "

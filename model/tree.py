@@ -39,10 +39,10 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @cached_property
+    @property
     def is_chain(self) -> bool:
         """Whether each token follows the one before it."""
-        return self.parents == tuple(range(-1, len(self.parents) - 1))
+        return len(self.parents) == 1 or self.parents == tuple(range(-1, len(self.parents) - 1))
 
     @cached_property
     def depths(self) -> tuple[int, ...]:

@@ -8,13 +8,14 @@ import contextlib
 import os
 import signal
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # libraries read it once, when they are loaded
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+
 import pytest
 import torch
 import triton_interpreter
 from hypothesis import HealthCheck, settings
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("MKL_NUM_THREADS", "1")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     triton_interpreter.install()

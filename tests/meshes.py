@@ -34,6 +34,14 @@ from pdmesh.wire.rpc import Client, channel_options
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 120
 """Generous: a loaded machine with two cores starts four Python processes that import torch."""
+SMALL_STEPS = """
+[prefill]
+threads = 1
+[decode]
+threads = 1
+max_batch = 8
+"""
+"""Few graphs to capture, and kernels of few numbers of rows to compile."""
 
 
 @dataclass

@@ -15,8 +15,11 @@ from model_cases import tokens_of
 from pdmesh.model.batch import Batch, SequenceSlice
 from pdmesh.model.device.graphs import plain_capture
 from pdmesh.model.device.padding import fits, graph_sizes, padded, padded_size
+from pdmesh.model.device.staging import StepStaging
 from pdmesh.prefill.warming import warm_up
 
+NO_DEVICE = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+GPU = (pytest.mark.gpu, NO_DEVICE)
 PAGE = 16
 
 
@@ -127,6 +130,53 @@ def test_a_result_is_not_overwritten_by_the_next_step(models):
     graphs.forward(step_of((40, 42), tables=tables[1:]), pool, "absorbed")
     assert torch.equal(first, kept)
     assert np.isfinite(first.numpy()).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_what_a_graph_reads_is_each_steps_own_though_tables_are_kept_from_step_to_step(device):
+    """Sequences that change places, get a page, leave and come back."""
+    staging = StepStaging(4, 2, 3, torch.device(device))
+    assert staging.lengths.tolist() == [2] * 4
+    assert staging.values.tolist() == [[0] * 8, [0, 1] * 4, [-1] * 8]
+    long = (4, 2, 9, 8)  # more pages than a graph takes
+    steps = [
+        (((20, 22), (9, 10), (33, 34)), [(4, 2), (1,), (0, 6, 3)]),
+        (((9, 10), (20, 22)), [(1,), (4, 2)]),
+        (((20, 22), (16, 18), (33, 34)), [long, (1, 5), (0, 6, 3)]),
+        (((33, 35),), [(0, 6, 3)]),
+        (((20, 22), (33, 34)), [long, (0, 6, 3)]),
+    ]
+    for ranges, tables in steps:
+        batch = step_of(*ranges, tables=tables)
+        given = staging.tables(batch.slices)
+        alone = padded(batch, batch.host_tokens, 2, (4,), 3)
+        at = staging.put(padded(batch, batch.host_tokens, 2, (4,), 3, given))
+        assert at.tolist() == alone.at.tolist()
+        assert staging.values.tolist() == alone.values.tolist()
+        assert staging.lengths.tolist() == alone.lengths.tolist()
+        assert staging.num_rows.tolist() == [alone.num_rows]
+        for row, table in zip(staging.page_table.tolist(), tables, strict=False):
+            assert row[: len(table)] == list(table[:3])
+    parts = (staging.values, staging.at, staging.lengths, staging.num_rows)
+    assert all(part.data_ptr() % 64 == parts[0].data_ptr() % 64 for part in parts)
+
+
+def test_a_row_of_the_tables_is_copied_only_when_it_is_another():
+    staging = StepStaging(4, 2, 3, torch.device("cpu"))
+    copied = []
+
+    class Watched:
+        def __getitem__(self, rows):
+            copied.append((rows.start, rows.stop))
+            return torch.zeros(rows.stop - rows.start, 3, dtype=torch.int32)
+
+    staging.page_table = Watched()
+    first, second, third = (4, 2), (1,), (0, 6, 3)
+    for tables in ([first, second, third], [first, second, third], [first, (1, 5), third]):
+        batch = step_of((16, 18), (9, 10), (33, 34), tables=tables)
+        given = staging.tables(batch.slices)
+        staging.put(padded(batch, batch.host_tokens, 2, (4,), 3, given))
+    assert copied == [(0, 3), (1, 2)]
 
 
 def test_warming_up_changes_no_page(models):

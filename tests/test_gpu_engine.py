@@ -89,9 +89,10 @@ def test_prompts_say_what_the_reference_says(reference, device, talks):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["bf16 latents", "packed latents"])
-def test_generated_rows_say_what_the_reference_says(reference, talks, packed):
+def test_generated_rows_say_what_the_reference_says(reference, device, talks, packed):
     """Two rows a step in absorbed form, behind a prompt in MHA form."""
-    device = DeviceModel.load(shipped_model(), "cuda", latent_bytes=1 if packed else 2)
+    if packed:
+        device = DeviceModel.of(device.config, device.weights, latent_bytes=1)
     given, expected = [], []
     for tokens, answer in talks:
         begin = len(tokens) - answer - 1

@@ -18,7 +18,8 @@ TOKENS = 24
 @pytest.fixture(scope="module", params=["plain", "fp8"])
 def mesh(request):
     arguments = ("--device", "cuda", "--prefill", "1", "--decode", "2")
-    with meshes.running_mesh(*arguments, "--latents", request.param) as running:
+    latents = ("--latents", request.param)
+    with meshes.running_mesh(*arguments, *latents, topology=meshes.SMALL_STEPS) as running:
         yield running
 
 

@@ -21,7 +21,8 @@ async def test_a_mesh_of_random_weights_answers_as_the_plain_model_but_for_near_
     model = random_model(served_config(shipped_config("small"), SMALL), 2)
     prompts = [[(7 * i * i + 31 * n) % 4000 + 20 for i in range(n)] for n in (3, 64, 100)]
     flags = ("--device", "cuda", "--random-weights", "--model", "small", "--layers", "3")
-    with meshes.running_mesh(*flags, "--weights-seed", "2", "--decode", "1") as mesh:
+    more = ("--weights-seed", "2", "--decode", "1")
+    with meshes.running_mesh(*flags, *more, topology=meshes.SMALL_STEPS) as mesh:
         mesh.workers = 2
         async with meshes.chat_stub(mesh.address) as stub:
             for prompt in prompts:

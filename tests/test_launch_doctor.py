@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pdmesh.kernels import backends
-from pdmesh.kernels.backends import PLAIN, Candidate, Shapes, choose_backends
+from pdmesh.kernels.backends import PLAIN, Candidate, Choice, Shapes, choose_backends
 from pdmesh.launch.cli import main
 
 SHAPES = Shapes(7168, 128, 512, 64, 128, 128, 2048, 256, 64)
@@ -70,3 +70,18 @@ def test_the_first_candidate_that_can_be_used_is_taken_and_the_others_say_why_no
         choose_backends(torch.device("cpu"), SHAPES, {"unpermute": "best"})
     with pytest.raises(ValueError, match="no backend other; it has best, good, torch"):
         choose_backends(torch.device("cpu"), SHAPES, {"unpermute": "other"})
+
+
+def test_the_environment_names_backends_of_a_cuda_device(monkeypatch):
+    monkeypatch.setattr(
+        backends, "_choose", lambda op, _device, _shapes, forced: Choice(op, forced, "", op)
+    )
+    monkeypatch.setenv("PDMESH_BACKENDS", "mla_prefill=triton,unpermute=torch")
+
+    def named(device, *forced):
+        chosen = choose_backends(torch.device(device), SHAPES, *forced).choices
+        return {choice.op: choice.backend for choice in chosen if choice.backend}
+
+    assert named("cuda") == {"mla_prefill": "triton", "unpermute": "torch"}
+    assert named("cpu") == {}
+    assert named("cuda", {"fp8_gemm": "by shape"}) == {"fp8_gemm": "by shape"}

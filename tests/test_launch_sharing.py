@@ -27,7 +27,8 @@ from pdmesh.model.shared_weights import Wanted
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.random_weights import RandomWeights
 
-GPU = pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+NO_DEVICE = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+GPU = (pytest.mark.gpu, NO_DEVICE)
 RANDOM = RandomWeights(seed=3, layers=2, experts=8)
 MADE = ("--random-weights", "--weights-seed", "3", "--layers", "2", "--experts", "8")
 

@@ -37,6 +37,8 @@ REFUSED = [
     (with_(devices=(A100,)), "cuda", "cuda is a NVIDIA A100 of 8.0; add --precision plain"),
     (with_(devices=(H200, A100)), "cuda:1", "cuda:1 is a NVIDIA A100 of 8.0"),
     (with_(triton=False), "cuda", r"triton, which is not installed; install pdmesh\[gpu\], or add"),
+    (with_(backends="mla_prefil=triton"), "cuda", "has 'mla_prefil=triton', not OPERATION=BACKEND"),
+    (with_(backends="fp8_gemm"), "cuda", r"operations: .*fp8_gemm, "),
     (with_(compiler=False), "cuda", "a C compiler, and there is none; install gcc or clang"),
 ]
 

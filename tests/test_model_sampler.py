@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sampling_cases import possible, shaped
 
 from pdmesh.model import truncation
-from pdmesh.model.sampler import Choice, SamplingState, sample, uniform
+from pdmesh.model.sampler import Choice, SamplingState, best_tokens, sample, uniform
 from pdmesh.wire.errors import InternalError
 from pdmesh.wire.sampling import SamplingParams
 
@@ -221,6 +221,17 @@ def test_a_forbidden_token_is_not_drawn_at_either_end(number):
     for cut in ({}, {"top_k": 9}, {"top_p": 0.99}, {"min_p": 0.1}):
         params = [SamplingParams(temperature=1.0, **cut)]
         assert truncation.draw(logits.clone(), params, [number])[0] == (4 if number == 0 else 6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_device_finds_the_likeliest_tokens_and_bad_logits_at_once(bad):
+    """What runs there, computed here; of equal logits the first is taken."""
+    logits = rows(5, 200)
+    logits[1, [150, 40]] = logits[1].max() + 1
+    assert best_tokens(logits) == sample(logits, [choose(temperature=0.0)] * 5)[0]
+    logits[3, 7] = bad
+    with pytest.raises(InternalError, match="for token 7 in row 3 of 5"):
+        best_tokens(logits)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -32,7 +32,7 @@ from pdmesh.wire.rpc import Client
 from pdmesh.wire.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
-COUNT = 500
+COUNT = 100
 
 
 @contextmanager

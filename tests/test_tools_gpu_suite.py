@@ -276,6 +276,14 @@ def test_only_devices_that_a_program_sees_are_asked_for(monkeypatch):
     assert ["--id=1,0" in words for words in asked] == [False, True]
 
 
+def test_a_job_with_a_budget_of_its_own_begins_though_less_is_left_than_it_would_take(tmp_path):
+    words = ("{python}", "-c", "import sys; print(sys.argv[1])")
+    keeps = Job("keeps", (*words, "{left}"), "timing", 300)
+    _, results, _ = run(tmp_path, keeps, Job("takes", words, "timing", 300), budget=150.0)
+    assert results["keeps"]["status"] == "passed"
+    assert results["takes"]["why"].startswith("takes about 300 s")
+
+
 def test_jobs_are_chosen_by_name(capsys):
     jobs = [job("a"), job("b"), job("c")]
     assert [j.name for j in gpu_suite.select(jobs, "c,a")] == ["a", "c"]

@@ -6,9 +6,10 @@
 
 Each job is a process group of its own, ended at its own limit; a failure stops nothing. A job that
 is expected to take longer than what is left of the budget is skipped, and shorter ones behind it
-run. With `--parallel` that many checks run at a time; a timing always runs alone, with a line of
-clocks, power and memory before and after. Behind every job the suite looks for processes that it
-left and for GPU memory that stays taken, says so, and ends the processes.
+run; one that keeps to a budget of its own needs little. With `--parallel` that many checks run at a
+time; a timing always runs alone, with a line of clocks, power and memory before and after. Behind
+every job the suite looks for processes that it left and for GPU memory that stays taken, says so,
+and ends the processes.
 
 Under --out: `summary.json`, rewritten after every job, and a folder a job with its log and files.
 With `--pack` these folders are elsewhere and come as one `gpu_suite.tar.gz`, rewritten after every
@@ -108,8 +109,8 @@ def why_not(job: Job, host: Host, gpus: int, left_s: float, folder: Path) -> str
     for path in job.reads:
         if not (folder / path).exists():
             return f"{path} is not there"
-    if job.seconds > left_s:
-        return f"takes about {job.seconds} s, {max(0.0, left_s):.0f} s left"
+    if job.least_s > left_s:
+        return f"takes about {job.least_s} s, {max(0.0, left_s):.0f} s left"
     return ""
 
 
@@ -318,7 +319,7 @@ def table(jobs: Iterable[Job]) -> str:
     for job in jobs:
         words = [*(f"{k}={v}" for k, v in job.environment.items()), *map(_quoted, job.command)]
         command = " ".join(words)
-        lines.append(f"{job.name:12} {job.kind:6} {job.seconds:4} s  {job.gpus} GPU  {command}")
+        lines.append(f"{job.name:14} {job.kind:6} {job.seconds:4} s  {job.gpus} GPU  {command}")
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs, one for each padded number of sequences.
 
 A graph reads fixed buffers and writes a fixed one. A replay copies the step's numbers in, replays,
-and copies the rows' hidden states out; it allocates only those and waits for nothing.
+and copies the rows' hidden states out; it allocates only those and waits for no computation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pdmesh.model.device.padding import PaddedStep
+from pdmesh.model.batch import Batch
+from pdmesh.model.device.padding import padded, padded_size
+from pdmesh.model.device.staging import StepStaging
 from pdmesh.model.device.step import DeviceStep, Paged, Part, halved
 from pdmesh.wire.logs import event
 
@@ -71,12 +73,9 @@ def plain_capture(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Te
 
 @dataclass(frozen=True)
 class _Buffers:
-    """What a graph of one size reads, on the device."""
+    """What a graph of one size reads; `previous` [m, hidden] is of the MTP layer alone."""
 
-    values: Tensor
-    page_table: Tensor
-    lengths: Tensor
-    num_rows: Tensor
+    staging: StepStaging
     previous: Tensor | None
 
 
@@ -143,19 +142,21 @@ class StepGraphs:
                 seconds=round(time.monotonic() - began, 2),
             )
 
-    def run(self, padded: PaddedStep, previous: Tensor | None = None) -> Tensor:
+    def run(self, batch: Batch, num_layers: int, previous: Tensor | None = None) -> Tensor:
         """The hidden states [T, hidden] of the batch's rows: a tensor of their own.
 
-        previous: [T, hidden], for the MTP layer.
+        Args:
+            batch: that `padding.fits`.
+            num_layers: that a page holds.
+            previous: [T, hidden], for the MTP layer.
         """
-        buffers = self._buffers[padded.size]
-        replay, output = self._graphs[padded.size]
-        at = self._to_device(torch.from_numpy(padded.at))
-        buffers.values.copy_(self._to_device(torch.from_numpy(padded.values)))
-        table = self._to_device(torch.from_numpy(padded.page_table))
-        buffers.page_table[: table.shape[0], : table.shape[1]].copy_(table)
-        buffers.lengths.copy_(self._to_device(torch.from_numpy(padded.lengths)))
-        buffers.num_rows.fill_(padded.num_rows)
+        size = padded_size(len(batch.slices), self.sizes)
+        assert size is not None
+        buffers = self._buffers[size]
+        replay, output = self._graphs[size]
+        tables = buffers.staging.tables(batch.slices)
+        step = padded(batch, batch.host_tokens, self.rows, self.sizes, num_layers, tables)
+        at = buffers.staging.put(step)
         if buffers.previous is not None:
             assert previous is not None
             buffers.previous.zero_()
@@ -163,32 +164,19 @@ class StepGraphs:
         replay()
         return output.index_select(0, at)
 
-    def _to_device(self, host: Tensor) -> Tensor:
-        if self._device.type == "cpu":
-            return host
-        return host.pin_memory().to(self._device, non_blocking=True)
-
     def _captured(self, size: int) -> tuple[Callable[[], None], Tensor]:
-        m, device = size * self.rows, self._device
-        values = torch.zeros((3, m), dtype=torch.int64, device=device)
-        values[1] = torch.arange(self.rows, device=device).repeat(size)
-        values[2] = -1
-        buffers = _Buffers(
-            values,
-            torch.zeros((size, self.pages), dtype=torch.int32, device=device),
-            torch.full((size,), self.rows, dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
-            None
-            if self._previous is None
-            else self._previous.new_zeros((m, self._previous.shape[1])),
-        )
-        self._buffers[size] = buffers
-        paged = Paged(self.rows, buffers.page_table, buffers.lengths)
+        staging = StepStaging(size, self.rows, self.pages, self._device)
+        previous = self._previous
+        if previous is not None:
+            previous = previous.new_zeros((size * self.rows, previous.shape[1]))
+        self._buffers[size] = _Buffers(staging, previous)
+        paged = Paged(self.rows, staging.page_table, staging.lengths)
+        tokens, positions, slots = staging.values
         whole = DeviceStep(
-            values[0],
-            values[1],
-            values[2],
-            buffers.num_rows,
+            tokens,
+            positions,
+            slots,
+            staging.num_rows,
             self._first_key,
             (Part(None, paged),),
             None,
@@ -202,6 +190,6 @@ class StepGraphs:
                 attention = step.parts[0].attention
                 if isinstance(attention, Paged) and attention.plan is not None:
                     attention.plan.refresh(attention.lengths)
-            return self._compute(steps, buffers.previous)
+            return self._compute(steps, previous)
 
         return self._capture(compute)

@@ -16,7 +16,7 @@ from pdmesh.model.config import ModelConfig
 from pdmesh.model.device.graphs import Capture, StepGraphs, Steps, cuda_capture
 from pdmesh.model.device.layers import Layers, head_logits
 from pdmesh.model.device.loading import load_weights
-from pdmesh.model.device.padding import PaddedStep, fits, graph_sizes, padded
+from pdmesh.model.device.padding import fits, graph_sizes
 from pdmesh.model.device.step import DeviceStep, plan_step
 from pdmesh.model.device.weights import LayerWeights, ModelWeights, MtpWeights
 from pdmesh.model.random_weights import served_config
@@ -117,7 +117,7 @@ class DeviceModel:
         """As `DeepseekV3.forward`; [T, hidden] bfloat16."""
         self.check(batch, latents)
         if on_layer is None and (graphs := self._graphs_for(batch, form, latents, 0)):
-            return graphs.run(self._padded(batch, graphs))
+            return graphs.run(batch, self.num_latent_layers)
         step = plan_step(batch, form, latents.shape[1], first_key=0)
         return self.run(self._layers.planned(step), latents, on_layer)
 
@@ -128,7 +128,7 @@ class DeviceModel:
         """As `DeepseekV3.mtp_forward`; [T, hidden] bfloat16."""
         self.check_mtp(batch, latents)
         if graphs := self._graphs_for(batch, form, latents, 1):
-            return graphs.run(self._padded(batch, graphs), previous_hidden)
+            return graphs.run(batch, self.num_latent_layers, previous_hidden)
         step = plan_step(batch, form, latents.shape[1], first_key=1)
         return self.run_mtp(self._layers.planned(step), previous_hidden, latents)
 
@@ -201,9 +201,6 @@ class DeviceModel:
             (g for g in self._graphs[first_key] if fits(batch, form, g.rows, g.sizes, g.pages)),
             None,
         )
-
-    def _padded(self, batch: Batch, graphs: StepGraphs) -> PaddedStep:
-        return padded(batch, batch.host_tokens, graphs.rows, graphs.sizes, self.num_latent_layers)
 
     def run(
         self, step: DeviceStep, pool: Tensor, on_layer: Callable[[int], None] | None = None

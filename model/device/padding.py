@@ -55,14 +55,13 @@ class PaddedStep:
 
 def fits(batch: Batch, form: Form, rows: int, sizes: Sequence[int], pages: int) -> bool:
     """Whether `padded` can take the batch: absorbed chains of at most `rows` rows and `pages`."""
-    return len(batch.slices) <= sizes[-1] and all(
-        (item.form or form) == "absorbed"
-        and item.parents is None
-        and item.end - item.start <= rows
-        and item.end >= rows
-        and -(-item.end // batch.page_size) <= pages
-        for item in batch.slices
-    )
+    if len(batch.slices) > sizes[-1]:
+        return False
+    if not all((i.form or form) == "absorbed" and i.parents is None for i in batch.slices):
+        return False
+    starts, ends = batch.bounds[:, 0], batch.bounds[:, 1]
+    most = -(-int(ends.max()) // batch.page_size)
+    return int((ends - starts).max()) <= rows <= int(ends.min()) and most <= pages
 
 
 def padded(
@@ -71,14 +70,22 @@ def padded(
     rows: int,
     sizes: Sequence[int],
     num_layers: int,
+    tables: NDArray[np.int32] | None = None,
 ) -> PaddedStep:
-    """The padded step of a batch that `fits`; tokens [T] are the batch's, on the host."""
+    """The padded step of a batch that `fits`.
+
+    Args:
+        tokens: [T], the batch's, on the host.
+        rows, sizes: as of `fits`.
+        num_layers: that a page holds.
+        tables: the pages of the sequences, if they are there already: [sequences or more, pages].
+    """
     size = padded_size(len(batch.slices), sizes)
     assert size is not None
     page_size, items = batch.page_size, batch.slices
-    bounds = np.array([(item.start, item.end, item.write_from) for item in items], np.int64)
-    starts, ends, write_from = bounds[:, :1], bounds[:, 1:2], bounds[:, 2:]
-    table = page_tables(items, int(-(-ends.max() // page_size)))
+    starts, ends, write_from = (batch.bounds[:, n : n + 1] for n in range(3))
+    columns = int(-(-ends.max() // page_size))
+    table = page_tables(items, columns) if tables is None else tables[: len(items), :columns]
     positions = ends - rows + np.arange(rows)
     pages = np.take_along_axis(table, positions // page_size, axis=1).astype(np.int64)
     slots = pages * (num_layers * page_size) + positions % page_size

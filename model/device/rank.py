@@ -12,7 +12,7 @@ from torch import Tensor
 from pdmesh.model.batch import Batch, Form
 from pdmesh.model.device.graphs import Capture, StepGraphs, Steps, cuda_capture, half_of
 from pdmesh.model.device.model import DeviceModel
-from pdmesh.model.device.padding import PaddedStep, fits, graph_sizes, padded, padded_size
+from pdmesh.model.device.padding import fits, graph_sizes, padded_size
 from pdmesh.model.device.stages import DeviceWork, Stages
 from pdmesh.model.device.step import plan_step
 from pdmesh.model.device.weights import MlpWeights, MoeWeights
@@ -114,7 +114,7 @@ class DeviceRank:
             return self._without_rows(mode, 0)
         self.model.check(batch, latents)
         if on_layer is None and (graphs := self._graphs_for(mode, batch, form, latents, 0)):
-            return graphs.run(self._padded(batch, graphs))
+            return graphs.run(batch, self.model.num_latent_layers)
         steps = self._planned(mode, batch, form, latents, 0)
         entering = self.model.entering(steps[0])
         return self._walk(mode, 0, DeviceWork(steps, entering, latents, on_layer))
@@ -133,7 +133,7 @@ class DeviceRank:
             return self._without_rows(mode, 1)
         self.model.check_mtp(batch, latents)
         if graphs := self._graphs_for(mode, batch, form, latents, 1):
-            return graphs.run(self._padded(batch, graphs), previous)
+            return graphs.run(batch, self.model.num_latent_layers, previous)
         steps = self._planned(mode, batch, form, latents, 1)
         entering = self.model.entering_mtp(steps[0], previous)
         return self._walk(mode, 1, DeviceWork(steps, entering, latents))
@@ -245,7 +245,3 @@ class DeviceRank:
             if reads_ahead(batch.slices[:cut], batch.slices[cut:], page_size):
                 return None
         return graphs
-
-    def _padded(self, batch: Batch, graphs: StepGraphs) -> PaddedStep:
-        layers = self.model.num_latent_layers
-        return padded(batch, batch.host_tokens, graphs.rows, graphs.sizes, layers)
