@@ -53,10 +53,19 @@ async def stub(mesh):
     """A client; afterwards the mesh is at rest, with one prefill and two decode workers."""
     async with meshes.chat_stub(mesh.address) as stub:
         yield stub
-        await pdmesh(mesh, "scale", "prefill=1", "decode=2")
+        await until(lambda: at_rest(mesh), "the last change did not end")
         answer = await meshes.ask(stub, PROMPTS[0], max_tokens=2, ignore_eos=True)
         assert len(answer.token_ids) == 2
     assert await mesh.problems() == []
+
+
+async def at_rest(mesh) -> bool:
+    """Scales back, unless a change whose client has gone is still about to end."""
+    process = await started(mesh, "scale", "prefill=1", "decode=2")
+    out, _ = await asyncio.wait_for(process.communicate(), 300)
+    under_way = b"another change is under way" in out
+    assert under_way or process.returncode == 0, out.decode() + mesh.log()
+    return not under_way
 
 
 def question(stub, prompt, tokens=TOKENS, **rest):
