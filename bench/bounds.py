@@ -84,11 +84,6 @@ def routed(experts: int, rows: int) -> tuple[Work, Work]:
     return gemm(rows, HIDDEN, 2 * WIDTH, experts), gemm(rows, WIDTH, HIDDEN, experts)
 
 
-def rows_an_expert(tokens: int, ranks: int) -> int:
-    """Rows that an expert gets when each of `ranks` ranks sends `tokens` tokens, evenly."""
-    return tokens * TOP_K * ranks // EXPERTS
-
-
 def moe_layer(
     batch: int,
     query: int,

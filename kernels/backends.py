@@ -157,8 +157,11 @@ def named_backends(text: str) -> dict[str, str]:
     """Operation to backend, of "operation=backend,operation=backend".
 
     Raises:
-        ValueError: it is not of that form, or there is no such operation.
+        ValueError: it is not of that form, or there is no such operation or backend.
     """
+    from pdmesh.kernels.candidates import register
+
+    register()
     named: dict[str, str] = {}
     for word in filter(None, text.split(",")):
         op, _, backend = word.partition("=")
@@ -166,14 +169,25 @@ def named_backends(text: str) -> dict[str, str]:
             raise ValueError(
                 f"${VARIABLE} has {word!r}, not OPERATION=BACKEND; operations: {', '.join(PLAIN)}"
             )
+        known = [candidate.backend for candidate in _candidates(op)]
+        if backend not in known:
+            raise ValueError(f"${VARIABLE}: {_no_backend(op, backend, known)}")
         named[op] = backend
     return named
+
+
+def _candidates(op: str) -> tuple[Candidate, ...]:
+    return (*FASTER.get(op, ()), _plain(PLAIN[op]))
+
+
+def _no_backend(op: str, backend: str, known: Sequence[str]) -> str:
+    return f"{op} has no backend {backend}; it has {', '.join(known)}"
 
 
 def _choose(op: str, device: torch.device, shapes: Shapes, forced: str | None) -> Choice:
     refused: list[str] = []
     known: list[str] = []
-    for candidate in (*FASTER.get(op, ()), _plain(PLAIN[op])):
+    for candidate in _candidates(op):
         known.append(candidate.backend)
         if forced not in (None, candidate.backend):
             continue
@@ -184,5 +198,5 @@ def _choose(op: str, device: torch.device, shapes: Shapes, forced: str | None) -
             return Choice(op, candidate.backend, reason, candidate.load(device))
         refused.append(f"not {candidate.backend}: {problem}")
     if forced is not None and forced not in known:
-        raise ValueError(f"{op} has no backend {forced}; it has {', '.join(known)}")
+        raise ValueError(_no_backend(op, forced, known))
     raise ValueError(f"{op}: {'; '.join(refused)}")

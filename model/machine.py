@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pdmesh.kernels.backends import VARIABLE, named_backends
+from pdmesh.kernels.backends import VARIABLE, Backends, Shapes, choose_backends, named_backends
 from pdmesh.kernels.cuda_build import nvcc
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Precision
@@ -59,6 +59,18 @@ def this_machine() -> Machine:
         os.environ.get("CUDA_VISIBLE_DEVICES"),
         os.environ.get(VARIABLE, ""),
     )
+
+
+def backends_for(device: torch.device, shapes: Shapes) -> Backends:
+    """`choose_backends` of a model that is served.
+
+    Raises:
+        ConfigError: $PDMESH_BACKENDS names what there is not, or what cannot be used here.
+    """
+    try:
+        return choose_backends(device, shapes)
+    except ValueError as error:
+        raise ConfigError(f"{error}; ${VARIABLE} is {os.environ.get(VARIABLE)!r}") from error
 
 
 def check_machine(machine: Machine, device: str, precision: Precision) -> None:

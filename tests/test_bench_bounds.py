@@ -76,7 +76,8 @@ def test_the_products_of_a_layer_one_after_another(bounds, device, ranks, sum_):
 
 @pytest.mark.parametrize(("ranks", "rows"), [(8, 64), (128, 1024)])
 def test_an_expert_gets_rows_by_the_number_of_ranks(bounds, ranks, rows):
-    assert bounds.rows_an_expert(256, ranks) == rows
+    work = bounds.moe_layer(128, 2, 5000, ranks)
+    assert (work["routed_up"], work["routed_down"]) == bounds.routed(256 // ranks, rows)
 
 
 def test_an_expert_without_a_row_is_not_read(bounds):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cuda_ipc_rig import Ready, cuda_ipc_rig
 from kvtransfer_rig import wide_format
+from test_kvtransfer_cuda_ipc import until
 
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer import transfer
@@ -19,6 +20,7 @@ from pdmesh.kvtransfer.checks import checked_units
 from pdmesh.kvtransfer.device_memory import copies, runs
 from pdmesh.kvtransfer.frames import Credit
 from pdmesh.kvtransfer.nvshmem_link import NvshmemLink
+from pdmesh.kvtransfer.protocol.receiver import Phase
 from pdmesh.kvtransfer.protocol.units import block_bits
 from pdmesh.kvtransfer.transport import Destination, Open, Write
 from pdmesh.wire.errors import InternalError
@@ -193,6 +195,32 @@ def test_a_push_of_pages_in_a_row_is_one_copy_and_layers_that_wait_become_one_me
         rig.device.let_go()
         rig.finish(push)
         assert torch.equal(rig.target.tensor[2:5], rig.source.tensor[1:4])
+
+
+@pytest.mark.parametrize("which", ["sender", "receiver"])
+def test_an_abort_under_the_copies_of_several_layers_waits_for_all_of_them(which):
+    """Their writes are one message then; as many have to be accounted for as were begun."""
+    with cuda_ipc_rig(page_format=wide_format(3)) as rig:
+        rig.device.held = True
+        transfer = rig.sender.open(rig.lease(pages=(2, 3)))
+        (mine,) = rig.sender._links.values()
+        with mine._changed:
+            for layer in (0, 1):
+                transfer.push_layer(rig.source, 0, layer, [4])
+        rig.device.wait_queued(2)
+        if which == "sender":
+            transfer.start_abort("cancelled")
+        else:
+            assert not rig.receiver.cancel("a"), "copies are under way"
+            until(lambda: transfer.failure, "the sender never heard of it")
+        transfer.push_layer(rig.source, 1, 0, [6])
+        assert rig.receiver.phase("a") in (Phase.FILLING, Phase.QUARANTINED)
+        assert not transfer.settled
+        assert len(rig.device.works()) == 2
+        rig.device.let_go()
+        until(lambda: transfer.settled, "the abort never ended")
+        until(lambda: rig.receiver.phase("a") in (Phase.FREE, None), "its pages stay")
+        assert not mine.closed, "what was begun was never accounted for"
 
 
 def test_a_layer_of_pages_in_steps_is_one_copy_of_rows():

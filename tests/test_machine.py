@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from pdmesh.kernels import candidates
+from pdmesh.kernels.backends import Shapes
 from pdmesh.launch import machine as asking
 from pdmesh.launch import probe, up
 from pdmesh.launch.cli import main
 from pdmesh.launch.machine import asked
 from pdmesh.launch.topology import AUTO_PAGES, Topology, shipped_config
 from pdmesh.model import planning
-from pdmesh.model.machine import Machine, check_machine, remarks, this_machine
+from pdmesh.model.machine import Machine, backends_for, check_machine, remarks, this_machine
 from pdmesh.wire.errors import ConfigError
 
 H200 = ("NVIDIA H200", (9, 0))
@@ -38,6 +39,11 @@ REFUSED = [
     (with_(devices=(H200, A100)), "cuda:1", "cuda:1 is a NVIDIA A100 of 8.0"),
     (with_(triton=False), "cuda", r"triton, which is not installed; install pdmesh\[gpu\], or add"),
     (with_(backends="mla_prefil=triton"), "cuda", "has 'mla_prefil=triton', not OPERATION=BACKEND"),
+    (
+        with_(backends="mla_prefill=best"),
+        "cuda",
+        "mla_prefill has no backend best; it has .*triton",
+    ),
     (with_(backends="fp8_gemm"), "cuda", r"operations: .*fp8_gemm, "),
     (with_(compiler=False), "cuda", "a C compiler, and there is none; install gcc or clang"),
 ]
@@ -193,3 +199,10 @@ def test_a_worker_by_hand_without_its_device_ends_before_it_loads_anything(capsy
 def test_a_probe_that_breaks_is_one_sentence():
     with pytest.raises(ConfigError, match="could not be looked at: KeyError: 'random'"):
         asking._process({})
+
+
+def test_a_backend_that_is_asked_for_and_cannot_compute_the_model_is_wrong_input(monkeypatch):
+    shapes = Shapes(7168, 128, 512, 64, 128, 128, 2048, 256, 64)
+    monkeypatch.setenv("PDMESH_BACKENDS", "mla_decode=hopper")
+    with pytest.raises(ConfigError, match=r"mla_decode: not hopper.*PDMESH_BACKENDS is 'mla_decod"):
+        backends_for(torch.device("cuda"), shapes)

@@ -192,6 +192,14 @@ def test_a_long_prompt_is_cut_inside():
     assert torch.equal(torch.cat([first.tokens, second.tokens]), batch.tokens)
 
 
+def test_a_batch_is_cut_without_its_device():
+    """What is asked of a device waits for all that it computes; here there is nothing to read."""
+    items = [one_slice((n,), 0, 2) for n in range(4)]
+    batch = Batch.build(items, [[n, n + 1] for n in range(4)], 16, "meta")
+    for parts in (split_batch(batch), split_rows(batch, 4)):
+        assert [part.host_tokens.tolist() for part in parts] == [[0, 1, 1, 2], [2, 3, 3, 4]]
+
+
 def test_a_tree_is_never_cut():
     tree = SequenceSlice((0,), 3, 7, 3, parents=(-1, 0, 0, 1))
     assert split_batch(rows(tree)) is None

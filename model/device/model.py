@@ -19,6 +19,7 @@ from pdmesh.model.device.loading import load_weights
 from pdmesh.model.device.padding import fits, graph_sizes
 from pdmesh.model.device.step import DeviceStep, plan_step
 from pdmesh.model.device.weights import LayerWeights, ModelWeights, MtpWeights
+from pdmesh.model.machine import backends_for
 from pdmesh.model.random_weights import served_config
 from pdmesh.model.rope import rope_table
 from pdmesh.model.weights import Progress
@@ -68,7 +69,7 @@ class DeviceModel:
             random: weights to make instead of reading them; then `path` need not hold any.
 
         Raises:
-            ConfigError: as `load_model`.
+            ConfigError: as `load_model` and `of`.
         """
         path, device = Path(path), torch.device(device)
         config = served_config(path, random)
@@ -79,9 +80,13 @@ class DeviceModel:
     def of(
         config: ModelConfig, weights: ModelWeights, page_size: int = 64, latent_bytes: int = 2
     ) -> DeviceModel:
-        """A model of weights that are there; the arguments are those of `load`."""
+        """A model of weights that are there; the arguments are those of `load`.
+
+        Raises:
+            ConfigError: see `backends_for`.
+        """
         shapes = shapes_of(config, page_size, latent_bytes)
-        return DeviceModel(config, weights, choose_backends(weights.embedding.device, shapes))
+        return DeviceModel(config, weights, backends_for(weights.embedding.device, shapes))
 
     @property
     def device(self) -> torch.device:

@@ -2,7 +2,8 @@
 
 Every sequence gets the same number of rows: one that has fewer gets rows before its first one,
 which are computed and written nowhere. Sequences up to the padded number have as many keys as rows,
-in page 0; their rows come last, are not routed to experts, and are written nowhere.
+in whatever page their row of the tables has been left with, which is never read for a result; their
+rows come last, are not routed to experts, and are written nowhere.
 """
 
 from __future__ import annotations

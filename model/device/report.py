@@ -6,10 +6,9 @@ from pathlib import Path
 
 import torch
 
-from pdmesh.kernels.backends import choose_backends
 from pdmesh.model.device.memory import GB, weight_bytes
 from pdmesh.model.device.model import shapes_of
-from pdmesh.model.machine import check_machine, remarks, this_machine
+from pdmesh.model.machine import backends_for, check_machine, remarks, this_machine
 from pdmesh.model.planning import memory_of
 from pdmesh.model.random_weights import served_config
 from pdmesh.model.served import Placing
@@ -28,7 +27,8 @@ def device_report(
 
     Raises:
         ConfigError: the device cannot compute the model in this precision, has not enough memory
-            for one worker, or the checkpoint cannot be read.
+            for one worker, lacks a backend that $PDMESH_BACKENDS names, or the checkpoint cannot
+            be read.
     """
     config = served_config(path, random)
     machine = this_machine()
@@ -52,4 +52,4 @@ def device_report(
     lines.append(f"{path.name}: weights in FP8 take {fp8 / GB:.3f} GB")
     lines += remarks(machine, placing.device, placing.chosen)
     shapes = shapes_of(config, latent_bytes=1 if latents == "fp8" else 2)
-    return lines + choose_backends(where, shapes).describe()
+    return lines + backends_for(where, shapes).describe()

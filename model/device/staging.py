@@ -39,7 +39,6 @@ class StepStaging:
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._rows = rows
         sizes = (3 * m * 8, m * 8, size * 4, 4)
         starts = np.cumsum([0, *(-(-n // ALIGNED) * ALIGNED for n in sizes)]).tolist()
         self._host = self._pinned((starts[-1],), torch.uint8)

@@ -33,7 +33,7 @@ def split_batch(batch: Batch) -> tuple[Batch, Batch] | None:
         at += rows
     if reads_ahead(first, second, batch.page_size):
         return None
-    tokens = batch.tokens.tolist()
+    tokens = batch.host_tokens.tolist()
     return (
         _build(first, tokens[:cut], batch),
         _build(second, tokens[cut:], batch),
@@ -60,7 +60,7 @@ def split_rows(batch: Batch, most: int) -> list[Batch]:
             parts[-1].append(item if (at, end) == (item.start, item.end) else _part(item, at, end))
             room -= end - at
             at = end
-    found, begin, tokens = [], 0, batch.tokens.tolist()
+    found, begin, tokens = [], 0, batch.host_tokens.tolist()
     for slices in parts:
         count = sum(item.end - item.start for item in slices)
         found.append(_build(slices, tokens[begin : begin + count], batch))

@@ -144,7 +144,7 @@ class _Parts:
     """
 
     def __init__(self, batch: Batch, groups: int) -> None:
-        tokens = batch.tokens.tolist()
+        tokens = batch.host_tokens.tolist()
         bounds, at = [], 0
         for item in batch.slices:
             bounds.append(range(at, at + item.end - item.start))
