@@ -9,6 +9,8 @@ from typing import TypeVar
 from pdmesh.kvtransfer.transport import Write
 
 T = TypeVar("T")
+MOST_UNITS = 16384
+"""Of a block of several writes: its notice fits a message also if each unit has a checksum."""
 
 
 def joined(messages: Sequence[T]) -> list[T | Write]:
@@ -18,11 +20,15 @@ def joined(messages: Sequence[T]) -> list[T | Write]:
     The one write waits for whatever any of its parts waits for.
     """
     groups: list[list[T]] = []
+    units = 0
     for message in messages:
-        if groups and _goes_on(groups[-1][-1], message):
+        more = message.pages * message.layers if isinstance(message, Write) else 0
+        if groups and units + more <= MOST_UNITS and _goes_on(groups[-1][-1], message):
             groups[-1].append(message)
+            units += more
         else:
             groups.append([message])
+            units = more
     return [group[0] if len(group) == 1 else _one(group) for group in groups]
 
 

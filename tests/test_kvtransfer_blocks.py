@@ -14,7 +14,7 @@ from kvtransfer_rig import wide_format
 from test_kvtransfer_cuda_ipc import until
 
 from pdmesh.kvcache.store import LatentStore
-from pdmesh.kvtransfer import transfer
+from pdmesh.kvtransfer import blocks, transfer
 from pdmesh.kvtransfer.blocks import joined
 from pdmesh.kvtransfer.checks import checked_units
 from pdmesh.kvtransfer.device_memory import copies, runs
@@ -136,6 +136,13 @@ def test_layers_that_follow_each_other_are_one_block_that_waits_for_all_of_them(
     assert (one.device.layer, one.device.layers) == (1, 4)
     assert one.nbytes == sum(part.nbytes for part in parts)
     assert one.device.ready == tuple(part.device.ready[0] for part in parts)
+
+
+def test_a_block_has_no_more_units_than_a_notice_can_name(monkeypatch):
+    monkeypatch.setattr(blocks, "MOST_UNITS", 4)
+    store = LatentStore(4, 6, 2, 3, torch.float32)
+    found = joined([write_of(store, layer) for layer in range(5)])
+    assert [(one.layer, one.layers) for one in found] == [(0, 2), (2, 2), (4, 1)]
 
 
 @pytest.mark.parametrize(
