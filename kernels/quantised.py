@@ -52,7 +52,8 @@ def new_scales(*shape: int, device: torch.device | str = "cpu") -> Tensor:
     *batch, rows, groups = shape
     padded = -(-rows // 4) * 4
     memory = torch.empty((*batch, groups, padded), dtype=torch.float32, device=device)
-    return memory.transpose(-1, -2)[..., :rows, :]
+    turned = memory.transpose(-1, -2)
+    return turned if rows == padded else turned[..., :rows, :]
 
 
 def quantise_rows(x: Tensor) -> Rows:

@@ -17,6 +17,7 @@ from torch import Tensor
 from pdmesh.kernels import quantised
 from pdmesh.kernels.fp8 import BLOCK
 from pdmesh.kernels.quantised import BlockWeight, Rows, new_scales
+from pdmesh.kernels.triton.launch import power_of_two
 
 
 class HeadConfig(NamedTuple):
@@ -182,8 +183,7 @@ def project_values_kernel(
 
 
 def _rows(m: int, most: int) -> int:
-    power: int = triton.next_power_of_2(m)
-    return min(most, max(16, power))
+    return min(most, max(16, power_of_two(m)))
 
 
 def absorb_config(m: int, heads: int) -> HeadConfig:
@@ -247,8 +247,8 @@ def absorb_query(
         ROPE=rope,
         BLOCK_M=c.block_m,
         BLOCK_N=c.block_n,
-        BLOCK_D=max(32, triton.next_power_of_2(nope)),
-        BLOCK_R=triton.next_power_of_2(rope),
+        BLOCK_D=max(32, power_of_two(nope)),
+        BLOCK_R=power_of_two(rope),
         CHUNKS=c.chunks,
         WIDE=c.wide,
         SWAP=c.swap,

@@ -150,7 +150,7 @@ def choose(
     """Adds up the chunks in `work` and writes ids and weights of `out`; a warp a row."""
     parts, rows, _ = work.shape
     options: dict[str, Any] = {"launch_pdl": True} if chained else {}
-    choose_kernel[(triton.cdiv(rows, rows_a_program),)](
+    choose_kernel[(-(-rows // rows_a_program),)](
         work,
         work if bias is None else bias,
         out.ids if num_rows is None else num_rows,

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 
 import torch
-import triton
 from torch import Tensor
 
 _next_may_begin = False
@@ -65,8 +64,11 @@ def lets_next_begin() -> bool:
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is no less than n."""
-    return int(triton.next_power_of_2(n))
+    """The least power of two that is no less than n; 0 of 0.
+
+    Triton's own, like its `cdiv`, is a function of kernels, which costs a launch microseconds.
+    """
+    return n and 1 << (n - 1).bit_length()
 
 
 def rows_of(x: Tensor) -> tuple[int, int]:

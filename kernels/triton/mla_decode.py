@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdmesh.kernels.triton.launch import power_of_two
+
 GROUP = 128
 """Values of a packed latent that share a scale."""
 
@@ -225,7 +227,7 @@ def mla_decode(
             workspace = query.new_empty(size, dtype=torch.float32)
         sums = workspace[: splits * m * heads]
         partial = workspace[splits * m * heads : size]
-    decode_kernel[(triton.cdiv(rows * heads, tuning.block_m), n, splits)](
+    decode_kernel[(-(-rows * heads // tuning.block_m), n, splits)](
         query,
         latents,
         scales,
@@ -289,7 +291,7 @@ def combine(
         split,
         m * heads,
         RANK=rank,
-        SPLITS=triton.next_power_of_2(splits),
+        SPLITS=power_of_two(splits),
         num_warps=4,
     )
 

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdmesh.kernels.triton.launch import power_of_two
+
 
 @triton.jit
 def _columns(base, row, stride, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
@@ -126,7 +128,7 @@ def mla_prefill(
         return out
     body = 1 << (width.bit_length() - 1)
     rest = width - body
-    prefill_kernel[(triton.cdiv(longest, block_m), heads, query_starts.shape[0] - 1)](
+    prefill_kernel[(-(-longest // block_m), heads, query_starts.shape[0] - 1)](
         query,
         key,
         value,
@@ -144,8 +146,8 @@ def mla_prefill(
         QK=width,
         V=value_width,
         WIDTH=max(16, body),
-        REST=max(16, triton.next_power_of_2(rest)) if rest else 0,
-        V_WIDTH=max(16, triton.next_power_of_2(value_width)),
+        REST=max(16, power_of_two(rest)) if rest else 0,
+        V_WIDTH=max(16, power_of_two(value_width)),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         num_warps=warps,

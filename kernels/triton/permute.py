@@ -201,7 +201,7 @@ def permute_contiguous(
     row_expert = None if out is None else out.row_expert
     if row_expert is None:
         row_expert = ids.new_empty((capacity,))
-    grid = ids.numel() + triton.cdiv(capacity, ALIGNMENT)
+    grid = ids.numel() + -(-capacity // ALIGNMENT)
     if grid:
         permute_contiguous_kernel[(grid,)](
             x.values.view(torch.uint8),
@@ -255,7 +255,7 @@ def unpermute(
     out = parts.new_empty((rows, h)) if out is None else out
     if rows and h:
         columns = min(COLUMNS, power_of_two(h))
-        unpermute_kernel[(rows, triton.cdiv(h, columns))](
+        unpermute_kernel[(rows, -(-h // columns))](
             parts,
             targets,
             weights,

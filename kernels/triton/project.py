@@ -127,7 +127,7 @@ def project(x: Tensor, weight: Tensor, work: Tensor, tile: Tile, chained: bool) 
     experts, hidden = weight.shape
     parts = work.shape[0]
     chunk = -(-hidden // (CHUNKS * tile.step)) * tile.step
-    grid = (triton.cdiv(experts, tile.experts), triton.cdiv(rows, tile.rows), parts)
+    grid = (-(-experts // tile.experts), -(-rows // tile.rows), parts)
     project_kernel[grid](
         x,
         weight,

@@ -61,7 +61,7 @@ def quantise_rows(x: Tensor, *, out: Rows | None = None, num_warps: int | None =
         return out
     groups = -(-k // BLOCK)
     block = min(power_of_two(groups), MAX_GROUPS)
-    quantise_kernel[(batch * rows, triton.cdiv(groups, block))](
+    quantise_kernel[(batch * rows, -(-groups // block))](
         batched,
         out.values,
         out.scales,
@@ -117,7 +117,7 @@ def silu_mul_quantise(
         return out
     groups = -(-k // BLOCK)
     block = min(power_of_two(groups), SILU_GROUPS)
-    silu_mul_kernel[(rows, triton.cdiv(groups, block))](
+    silu_mul_kernel[(rows, -(-groups // block))](
         gate_up,
         out.values,
         out.scales,
@@ -188,7 +188,7 @@ def masked_silu_mul_quantise(
         return out
     groups = -(-k // BLOCK)
     block = min(power_of_two(groups), SILU_GROUPS)
-    blocks = triton.cdiv(groups, block)
+    blocks = -(-groups // block)
     grid = min(experts * rows * blocks, programs * multiprocessors(gate_up))
     masked_silu_mul_kernel[(grid,)](
         gate_up,

@@ -146,7 +146,7 @@ def rope_append(
     if rows == 0:
         return out
     block = min(HEADS, power_of_two(heads))
-    rope_append_kernel[(rows, triton.cdiv(heads, block) + 1)](
+    rope_append_kernel[(rows, -(-heads // block) + 1)](
         query_rope,
         out,
         latent,

@@ -145,7 +145,7 @@ def sample(
         return out
     tops, masses = workspace(rows, vocab, logits.device) if work is None else work
     block = min(BLOCK, power_of_two(vocab))
-    blocks = triton.cdiv(vocab, block)
+    blocks = -(-vocab // block)
     padded = power_of_two(blocks)
     top_kernel[(rows, blocks)](logits, tops, vocab, stride, BLOCK=block, num_warps=4)
     mass_kernel[(rows, blocks)](
@@ -186,6 +186,6 @@ def sample(
 
 def workspace(rows: int, vocab: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """What `sample` keeps each block's largest logit and its sum in: [rows, blocks] twice."""
-    blocks = triton.cdiv(vocab, min(BLOCK, power_of_two(vocab)))
+    blocks = -(-vocab // min(BLOCK, power_of_two(vocab)))
     tops = torch.empty((rows, blocks), dtype=torch.int64, device=device)
     return tops, torch.empty((rows, blocks), dtype=torch.float64, device=device)
