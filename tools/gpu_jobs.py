@@ -100,7 +100,13 @@ JOBS: tuple[Job, ...] = (
     check("mla", "test_gpu_mla", 162, "-k", f"not ({ORDER})"),
     check("gemm", "test_gpu_gemm", 107),
     check("small", "test_gpu_small", 62),
-    check("engine", "test_gpu_engine test_device_graphs", 90, needs=MESH, environment=NO_BUILD),
+    check(
+        "engine",
+        "test_gpu_engine test_device_graphs test_device_prompt_waits",
+        90,
+        needs=MESH,
+        environment=NO_BUILD,
+    ),
     check("mesh", "test_gpu_mesh", 160, needs=MESH),
     check("ep2", EXCHANGE, 180, needs=["nvshmem"], environment={"EP_RANKS": "2"}),
     check(
