@@ -39,6 +39,9 @@ RESERVE_TIMEOUT = 10.0
 """Seconds; a reservation is a matter of counting pages."""
 STATUS_TIMEOUT = 2.0
 RELEASE_TIMEOUT = 5.0
+RELEASE_WAITS = (0.1, 0.5, 2.0, 5.0)
+"""Seconds between tries to give a lease back. One that a sender has open, and that nobody releases,
+ends at its deadline, which may be far."""
 MIGRATE_TIMEOUT = 2.0
 DECIDE_TIMEOUT = 2.0
 DECIDE_WAITS = (0.05, 0.2, 0.8, 2.0)
@@ -53,6 +56,15 @@ for a few chunks of tokens. The rest waits at the worker, which merges it."""
 _ITEM = cast("type[StreamItem]", StreamItem)
 
 
+async def within(seconds: float, event: asyncio.Event) -> None:
+    """Waits for the event, but not for longer."""
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({waiting}, timeout=seconds)
+    finally:
+        waiting.cancel()
+
+
 def _connect(address: str, service: str) -> Client:
     return Client(address, service, ahead=STREAM_AHEAD)
 
@@ -62,6 +74,7 @@ class Background:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._ending = asyncio.Event()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Starts ``work`` and keeps hold of it until it ends."""
@@ -70,8 +83,15 @@ class Background:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    async def pause(self, seconds: float) -> bool:
+        """Waits before another try; False, at once, where there is no time for one any more."""
+        if not self._ending.is_set():
+            await within(seconds, self._ending)
+        return not self._ending.is_set()
+
     async def finish(self) -> None:
-        """Waits for everything that was started."""
+        """Waits for everything that was started. What failed is not tried again from now on."""
+        self._ending.set()
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -152,19 +172,27 @@ class DecodeClient:
         return release
 
     async def _release(self, lease_id: str, reason: str, request_id: str) -> None:
+        """Tries more than once: a worker, or the way to it, may have stood still for a while."""
         request = ReleaseRequest(lease_id=lease_id, reason=reason)
-        try:
-            await self.client.unary("Release", request, Empty, timeout=RELEASE_TIMEOUT)
-        except PdmeshError as error:  # the lease's deadline ends it at the worker
-            event(
-                log,
-                "release_failed",
-                logging.WARNING,
-                request=request_id,
-                worker=self.record.worker_id,
-                lease=lease_id,
-                error=error.message,
-            )
+        with self.client.kept():
+            for wait in (*RELEASE_WAITS, None):
+                try:
+                    await self.client.unary("Release", request, Empty, timeout=RELEASE_TIMEOUT)
+                    return
+                except PdmeshError as error:
+                    failure = error
+                passing = isinstance(failure, (Unavailable, DeadlineExceeded))
+                if not passing or wait is None or not await self.background.pause(wait):
+                    break
+        event(  # the lease's deadline ends it at the worker
+            log,
+            "release_failed",
+            logging.WARNING,
+            request=request_id,
+            worker=self.record.worker_id,
+            lease=lease_id,
+            error=failure.message,
+        )
 
     def stream(self, request: StreamRequest, timeout: float) -> AsyncGenerator[StreamItem, None]:
         """The tokens after the first. Closing the iterator cancels the work.

@@ -14,10 +14,10 @@ from types import TracebackType
 from pdmesh.kvtransfer.protocol import migration_gateway as gateway
 from pdmesh.router.account import Account
 from pdmesh.router.booking import Seat
-from pdmesh.router.clients import DecodeClient, WorkerClients
+from pdmesh.router.clients import DecodeClient, WorkerClients, within
 from pdmesh.router.failure import AttemptFailed, blame
 from pdmesh.router.leases import HeldLease, release_all
-from pdmesh.router.move import Move, farewell, within
+from pdmesh.router.move import Move, farewell
 from pdmesh.router.run import Run
 from pdmesh.router.silence import Watched
 from pdmesh.router.stream import Delta

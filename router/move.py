@@ -40,12 +40,3 @@ async def farewell(
     finally:
         await stream.aclose()
         await lease.release("moved", RELEASE_TIMEOUT)
-
-
-async def within(seconds: float, event: asyncio.Event) -> None:
-    """Waits for the event, but not for longer."""
-    waiting = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait({waiting}, timeout=seconds)
-    finally:
-        waiting.cancel()

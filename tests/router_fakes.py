@@ -298,6 +298,8 @@ class FakeDecode(FakeWorker):
         if "Release" in self.hold:
             self.reached["Release"].set()
             await self.hold["Release"].wait()
+        if self.fail.get("Release"):
+            raise self.fail["Release"].pop(0)
         if request.lease_id in self.turns:
             self.withdrawn.append(request.lease_id)
             self.turns[request.lease_id].cancel()

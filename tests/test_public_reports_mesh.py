@@ -17,6 +17,7 @@ from child_path import python_path
 from mesh_matrix import DECODE, KILL, PAUSE, PREFILL, other, staged_mesh
 
 from pdmesh.registry.store import read_members
+from pdmesh.router.clients import RELEASE_TIMEOUT
 from pdmesh.router.moves import MOST_MOVES
 from pdmesh.wire import chat_pb2
 
@@ -52,6 +53,13 @@ async def until(condition, what, timeout=180):
     async with asyncio.timeout(timeout):
         while not await condition():
             await asyncio.sleep(0.02)
+
+
+async def until_at_rest(play, name):
+    try:
+        await until(lambda: at_rest(play, name), "the pages are free again")
+    except TimeoutError:
+        raise AssertionError(f"{name}: {await pool_of(play, name)}\n{play.mesh.log()}") from None
 
 
 async def pool_of(play, name):
@@ -96,7 +104,7 @@ async def test_pages_of_a_client_that_left_come_back_while_the_sender_hangs(
             os.kill(pid, signal.SIGKILL if action == KILL else signal.SIGSTOP)
             try:
                 task.cancel()
-                await until(lambda: at_rest(play, decode), "the pages are free again")  # noqa: B023
+                await until_at_rest(play, decode)
             finally:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
@@ -105,6 +113,23 @@ async def test_pages_of_a_client_that_left_come_back_while_the_sender_hangs(
             assert await play.mesh.problems() == []
     whole = await meshes.ask(stub, words(2, ROOM - 8), max_tokens=8, ignore_eos=True)
     assert len(whole.token_ids) == 8, "the whole pool is admitted"
+
+
+async def test_pages_come_back_from_a_worker_that_stood_still_when_it_was_told(play, stub):
+    """The same where nobody hears of the end: the sender hangs, and so did the receiver."""
+    async with stuck_in_transfer(play, stub, words(9, 7 * PAGE), "deaf") as (task, _, one, other):
+        pids = [play.mesh.pids()[name] for name in (one, other)]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        task.cancel()
+        try:
+            await asyncio.sleep(RELEASE_TIMEOUT + 1.0)
+            os.kill(pids[1], signal.SIGCONT)
+            await until_at_rest(play, other)
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            play.stage.release()
 
 
 # ---- sgl-project/sglang#24527: pages given on while somebody still writes them -----------------
@@ -192,7 +217,7 @@ async def test_a_worker_of_another_page_format_gets_no_request_and_the_log_says_
     try:
         await until(lambda: registered(info, "stranger"), "it has joined")
         router = play.mesh.state_dir / "logs" / "router.log"
-        await until(lambda: mentions(router, "stranger"), "the router knows it")
+        await until(lambda: says(router, "stranger", what), "the router knows it")
         alone = await meshes.ask(stub, words(7, 90), max_tokens=6, ignore_eos=True)
         for tenant in range(4):
             again = await meshes.ask(
@@ -206,8 +231,6 @@ async def test_a_worker_of_another_page_format_gets_no_request_and_the_log_says_
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGINT)
         await process.wait()
-    said = [line for line in router.read_text().splitlines() if "stranger" in line]
-    assert any(what in line for line in said), said
 
 
 async def registered(info, name):
@@ -215,8 +238,9 @@ async def registered(info, name):
     return any(m.record.worker_id == name and m.state == "ready" for m in found)
 
 
-async def mentions(path: Path, name):
-    return name in path.read_text()
+async def says(path: Path, *words):
+    """Whether a line has all the words. The log is the mesh's: other cases have written to it."""
+    return any(all(word in line for word in words) for line in path.read_text().splitlines())
 
 
 # ---- sgl-project/sglang#36029: a worker that is started again at its address ------------------

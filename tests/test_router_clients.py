@@ -5,8 +5,9 @@ import asyncio
 import pytest
 import router_fakes as fakes
 
+from pdmesh.router import clients
 from pdmesh.router.clients import PRUNE_LOOKS, WorkerClients
-from pdmesh.wire.errors import WorkerLost
+from pdmesh.wire.errors import DeadlineExceeded, WorkerLost
 from pdmesh.wire.messages import Empty, WorkerStatus
 from pdmesh.wire.rpc import Client
 
@@ -26,15 +27,15 @@ def clients_of(*records):
     def connect(address, service):
         return made.setdefault(address, Channel())
 
-    clients = WorkerClients(connect)
+    opened = WorkerClients(connect)
     for record in records:
-        clients.decode(record)
-    return clients, [made[record.address] for record in records]
+        opened.decode(record)
+    return opened, [made[record.address] for record in records]
 
 
-async def look(clients, times, alive=(), busy=()):
+async def look(opened, times, alive=(), busy=()):
     for _ in range(times):
-        await clients.prune(alive, lambda instance: instance in busy)
+        await opened.prune(alive, lambda instance: instance in busy)
 
 
 async def test_a_channel_is_closed_when_its_worker_has_been_gone_for_a_while():
@@ -42,13 +43,13 @@ async def test_a_channel_is_closed_when_its_worker_has_been_gone_for_a_while():
     for number, worker in enumerate((here, gone)):
         worker.address = f"10.0.0.{number}:1"
     records = [worker.record() for worker in (here, gone)]
-    clients, (stays, goes) = clients_of(*records)
-    await look(clients, PRUNE_LOOKS - 1, [records[0].instance])
+    opened, (stays, goes) = clients_of(*records)
+    await look(opened, PRUNE_LOOKS - 1, [records[0].instance])
     assert not goes.closed
-    await look(clients, 1, [record.instance for record in records])  # it was only away
-    await look(clients, PRUNE_LOOKS - 1, [records[0].instance])
+    await look(opened, 1, [record.instance for record in records])  # it was only away
+    await look(opened, PRUNE_LOOKS - 1, [records[0].instance])
     assert not goes.closed
-    await look(clients, 1, [records[0].instance])
+    await look(opened, 1, [records[0].instance])
     assert goes.closed
     assert not stays.closed
 
@@ -56,13 +57,13 @@ async def test_a_channel_is_closed_when_its_worker_has_been_gone_for_a_while():
 async def test_a_channel_with_a_call_or_a_booking_is_left_open():
     worker = fakes.FakeWorker("a", "decode")
     worker.address = "10.0.0.1:1"
-    clients, (channel,) = clients_of(worker.record())
+    opened, (channel,) = clients_of(worker.record())
     channel.calls = 1
-    await look(clients, 3 * PRUNE_LOOKS)
+    await look(opened, 3 * PRUNE_LOOKS)
     channel.calls = 0
-    await look(clients, 3 * PRUNE_LOOKS, busy=[worker.instance])
+    await look(opened, 3 * PRUNE_LOOKS, busy=[worker.instance])
     assert not channel.closed
-    await look(clients, 1)
+    await look(opened, 1)
     assert channel.closed
 
 
@@ -80,6 +81,30 @@ async def test_a_release_reaches_a_worker_that_has_left_the_registry(tmp_path):
         async with asyncio.timeout(60):
             while worker.leases:
                 await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("error", [DeadlineExceeded("late"), WorkerLost("reset")])
+async def test_a_release_that_does_not_get_through_is_tried_again(tmp_path, error, monkeypatch):
+    """A worker that stood still for longer than a call may last has freed nothing."""
+    monkeypatch.setattr(clients, "RELEASE_WAITS", (0.01, 0.01))
+    async with fakes.mesh(tmp_path, decode=1) as mesh:
+        (worker,) = mesh.decode
+        worker.fail["Release"] = [error, error]
+        await mesh.chat(max_tokens=3)
+        async with asyncio.timeout(60):
+            while worker.leases:
+                await asyncio.sleep(0.005)
+        assert len(worker.released) == 1
+        assert worker.fail["Release"] == []
+
+
+async def test_a_router_that_ends_tries_a_release_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(clients, "RELEASE_WAITS", (1000.0,))
+    async with asyncio.timeout(60), fakes.mesh(tmp_path, decode=1) as mesh:
+        (worker,) = mesh.decode
+        worker.fail["Release"] = [WorkerLost("reset")] * 2
+        await mesh.chat(max_tokens=3)
+    assert worker.released == []
 
 
 async def test_a_call_over_a_channel_that_is_closed_is_a_lost_worker():

@@ -7,7 +7,15 @@ travel as a gRPC status with the class name in trailing metadata and come out as
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Sequence,
+)
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -201,20 +209,27 @@ class Client:
         self._channel = grpc.aio.insecure_channel(address, options=channel_options(ahead))
         self._metadata = ((VERSION_KEY, str(PROTOCOL_VERSION)),)
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Counts as a call: between tries of one the channel is not closed for being idle."""
+        self.calls += 1
+        try:
+            yield
+        finally:
+            self.calls -= 1
+
     async def unary(
         self, method: str, request: msgspec.Struct, answer: type[T], timeout: float | None = None
     ) -> T:
         """One request, one answer. Raises the error the peer raised, or WorkerLost."""
         call = self._channel.unary_unary(f"/pdmesh.internal.{self._service}/{method}")
-        self.calls += 1
         try:
-            data = await call(encode(request), timeout=timeout, metadata=self._metadata)
+            with self.kept():
+                data = await call(encode(request), timeout=timeout, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise self._translate(error, method) from error
         except grpc.aio.UsageError as error:  # closed before
             raise self._closed(method) from error
-        finally:
-            self.calls -= 1
         return decode(data, answer)
 
     async def stream(
