@@ -93,17 +93,17 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _status(arguments: argparse.Namespace) -> int:
     from pdmesh.launch.runtime import find_mesh
-    from pdmesh.launch.status import Routers, as_json, as_table, collect
+    from pdmesh.launch.status import Besides, as_json, as_table, collect
 
-    routers, not_ready = Routers(), dict[str, str]()
+    besides, not_ready = Besides(), dict[str, str]()
     if arguments.redis:
         name, url = arguments.mesh or "default", arguments.redis
     else:
         info = find_mesh(arguments.mesh)
         name, url, not_ready = info.name, info.redis_url, info.not_ready
-        routers = Routers(info.addresses, info.router_metrics)
+        besides = Besides(info.addresses, info.router_metrics, info.holders)
     lines = asyncio.run(collect(url, name, not_ready))
-    print((as_json if arguments.json else as_table)(name, routers, lines))
+    print((as_json if arguments.json else as_table)(name, besides, lines))
     return 0
 
 

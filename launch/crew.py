@@ -120,6 +120,11 @@ class Crew:
             if child.spec.role in ("prefill", "decode") and not child.leaving
         }
 
+    def holders(self) -> dict[str, Child]:
+        """The processes that hold weights, by device."""
+        children = {child.spec.name: child for child in self.children}
+        return {device: children[spec.name] for device, spec in self._holders.items()}
+
     def routers(self) -> list[Child]:
         """The routers, those that answer first."""
         found = [child for child in self.children if child.spec.role == "router"]

@@ -104,6 +104,24 @@ def _of_this_machine(name: str) -> JoinInfo:
     return info
 
 
+def offered_weights(address: str, device: str, precision: str) -> Path | None:
+    """The socket of the process that holds a mesh's weights on a device of this machine.
+
+    Args:
+        address: as ``--join`` has it; a mesh given by a router's address may be elsewhere, and
+            nothing of it is known here.
+
+    Returns:
+        None where nobody holds them, or not in this precision.
+    """
+    if ":" in address:
+        return None
+    for holder in find_mesh(address).holders:
+        if (holder.device, holder.precision, holder.state) == (device, precision, "ready"):
+            return Path(holder.socket)
+    return None
+
+
 async def _asked(address: str, role: Literal["prefill", "decode"], secret: bytes) -> JoinInfo:
     client = Client(address, "router")
     nonce = secrets.token_bytes(16)

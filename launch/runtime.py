@@ -23,6 +23,19 @@ from pdmesh.wire.control import JoinInfo
 from pdmesh.wire.errors import ConfigError, Unavailable
 
 
+class HolderInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that holds the weights of a device for the mesh's workers on it."""
+
+    name: str
+    device: str
+    precision: str
+    """As it was asked for."""
+    socket: str
+    """Path of the socket where it offers them."""
+    state: str
+    """``ready``, or as in ``MeshInfo.not_ready``."""
+
+
 class MeshInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What ``mesh.json`` says about a running mesh."""
 
@@ -46,6 +59,8 @@ class MeshInfo(msgspec.Struct, frozen=True, kw_only=True):
     """host:port of every router's Prometheus endpoint."""
     not_ready: dict[str, str] = {}
     """Workers that are not ready: starting, restarting or given up."""
+    holders: tuple[HolderInfo, ...] = ()
+    """Processes that hold weights, one a device, where workers share them."""
     join: JoinInfo | None = None
     """What a further worker on this machine needs."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from pdmesh.launch.checks import check_host, check_model, check_together
 from pdmesh.launch.holding import hold
-from pdmesh.launch.join import check_joined, joined
+from pdmesh.launch.join import check_joined, joined, offered_weights
 from pdmesh.launch.mode import with_mode
 from pdmesh.launch.processes import REDIS_VARIABLE
 from pdmesh.launch.ranks import check_hosts, check_rank, parse_addresses
@@ -197,7 +197,7 @@ def _worker(
         "precision": model.precision,
         "latents": model.latents,
         "memory_share": arguments.memory_share,
-        "weights_from": arguments.weights_socket,
+        "weights_from": arguments.weights_socket or _held(topology, arguments),
         "pages": section.pages,
         "eviction": topology.kvcache.eviction,
         "replica_hints": topology.kvcache.replica_hints,
@@ -210,6 +210,13 @@ def _worker(
         "microbatch_rows": section.microbatch_rows,
         "virtual_ranks": section.virtual_ranks,
     }
+
+
+def _held(topology: Topology, arguments: argparse.Namespace) -> Path | None:
+    """Where a mesh of this machine that is joined offers its weights on this worker's device."""
+    if not arguments.join or arguments.ep_ranks:
+        return None
+    return offered_weights(arguments.join, topology.model.device, topology.model.precision)
 
 
 def _own_device(device: str, ranks: bool) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from pdmesh.launch.runtime import HolderInfo
 from pdmesh.registry.roster import Member
 from pdmesh.registry.store import read_members
 from pdmesh.wire.errors import PdmeshError
@@ -96,28 +97,33 @@ async def _line(member: Member) -> WorkerLine:
 
 
 @dataclass(frozen=True)
-class Routers:
-    """host:port of every router, and of the Prometheus endpoints of those that have one."""
+class Besides:
+    """What there is besides the workers, as the mesh's own machine knows it."""
 
-    addresses: Sequence[str] = ()
+    routers: Sequence[str] = ()
+    """host:port of each."""
     metrics: Sequence[str] = ()
+    """host:port of the routers' Prometheus endpoints."""
+    holders: Sequence[HolderInfo] = ()
+    """Processes that hold weights."""
 
 
-def as_json(mesh: str, routers: Routers, lines: list[WorkerLine]) -> str:
-    """The status as one JSON object; of the routers what is known."""
+def as_json(mesh: str, besides: Besides, lines: list[WorkerLine]) -> str:
+    """The status as one JSON object."""
     whole = {
         "mesh": mesh,
-        "routers": routers.addresses,
-        "router_metrics": routers.metrics,
+        "routers": besides.routers,
+        "router_metrics": besides.metrics,
+        "weights": besides.holders,
         "workers": lines,
     }
     return msgspec.json.format(msgspec.json.encode(whole)).decode()
 
 
-def as_table(mesh: str, routers: Routers, lines: list[WorkerLine]) -> str:
+def as_table(mesh: str, besides: Besides, lines: list[WorkerLine]) -> str:
     """The status as a table for people; where workers share experts, with their ranks."""
-    where = f" at {', '.join(routers.addresses)}" if routers.addresses else ""
-    where += f" (metrics at {', '.join(routers.metrics)})" if routers.metrics else ""
+    where = f" at {', '.join(besides.routers)}" if besides.routers else ""
+    where += f" (metrics at {', '.join(besides.metrics)})" if besides.metrics else ""
     title = f"mesh {mesh}{where}: {len(lines)} worker{'' if len(lines) == 1 else 's'}"
     rows = [_HEAD, *(_row(line) for line in lines)]
     if any(_ranks(line) for line in lines):
@@ -131,7 +137,12 @@ def as_table(mesh: str, routers: Routers, lines: list[WorkerLine]) -> str:
         if line.status is not None
         for problem in (*_missing(line.status.ranks), *line.status.problems)
     ]
-    return "\n".join([title, *(["  " + row.rstrip() for row in table] if lines else []), *problems])
+    weights = [
+        f"  {holder.name}: {holder.state}, one copy for the workers on {holder.device}"
+        for holder in besides.holders
+    ]
+    table = ["  " + row.rstrip() for row in table] if lines else []
+    return "\n".join([title, *table, *weights, *problems])
 
 
 def _row(line: WorkerLine) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from pdmesh.launch.changes import Changes
 from pdmesh.launch.control import ControlServer
 from pdmesh.launch.crew import TICK_S, Crew, Plan, say
 from pdmesh.launch.processes import Child
-from pdmesh.launch.runtime import MeshInfo
+from pdmesh.launch.runtime import HolderInfo, MeshInfo
 from pdmesh.registry.embedded import EmbeddedStore
 from pdmesh.registry.store import StoreUnavailable, check_store, read_members
 from pdmesh.wire.control import JoinInfo
@@ -155,6 +155,7 @@ class Supervisor:
             router_admins=tuple(sorted(filter(None, admins))),
             router_metrics=tuple(f"{topology.mesh.host}:{port}" for port in ports),
             not_ready=not_ready(self._crew.known()),
+            holders=holders_info(self._crew.holders(), topology.model.precision),
             join=self._join_info(),
         )
 
@@ -177,11 +178,29 @@ class Supervisor:
 
 def not_ready(workers: Mapping[str, Child]) -> dict[str, str]:
     """What the workers do that are not ready: starting, restarting or given up."""
-    return {
-        name: "given up" if child.given_up else "restarting" if child.deaths else "starting"
-        for name, child in workers.items()
-        if not (child.ready and child.running)
-    }
+    states = {name: state_of(child) for name, child in workers.items()}
+    return {name: state for name, state in states.items() if state != "ready"}
+
+
+def state_of(child: Child) -> str:
+    """Ready, starting, restarting or given up."""
+    if child.ready and child.running:
+        return "ready"
+    return "given up" if child.given_up else "restarting" if child.deaths else "starting"
+
+
+def holders_info(holders: Mapping[str, Child], precision: str) -> tuple[HolderInfo, ...]:
+    """The processes that hold weights, given by device."""
+    return tuple(
+        HolderInfo(
+            name=child.spec.name,
+            device=device,
+            precision=precision,
+            socket=str(child.spec.socket),
+            state=state_of(child),
+        )
+        for device, child in holders.items()
+    )
 
 
 def _text(path: Path) -> str:

@@ -230,18 +230,19 @@ class DecodeClient:
 
     async def decide(self, request: DecideRequest) -> None:
         """Tells the source what became of a handoff, in several tries; gives up in silence."""
-        for wait in (*DECIDE_WAITS, None):
-            try:
-                await self.client.unary("Decide", request, Empty, timeout=DECIDE_TIMEOUT)
-                return
-            except WorkerLost:
-                return  # with its stream, so it lets go by itself
-            except (Unavailable, DeadlineExceeded):
-                if wait is None:
+        with self.client.kept():
+            for wait in (*DECIDE_WAITS, None):
+                try:
+                    await self.client.unary("Decide", request, Empty, timeout=DECIDE_TIMEOUT)
                     return
-            except PdmeshError:
-                return  # it is over there
-            await asyncio.sleep(wait)
+                except WorkerLost:
+                    return  # with its stream, so it lets go by itself
+                except (Unavailable, DeadlineExceeded):
+                    if wait is None:
+                        return
+                except PdmeshError:
+                    return  # it is over there
+                await asyncio.sleep(wait)
 
     def adopted(self, lease_id: str, generation: int, request_id: str) -> HeldLease:
         """The lease of an answer that this worker has made ready to go on with."""

@@ -7,8 +7,9 @@ import pytest
 
 from pdmesh.launch.processes import Child, Spec
 from pdmesh.launch.restart import Death
-from pdmesh.launch.status import Routers, WorkerLine, as_json, as_table, with_not_ready
-from pdmesh.launch.supervisor import not_ready
+from pdmesh.launch.runtime import HolderInfo
+from pdmesh.launch.status import Besides, WorkerLine, as_json, as_table, with_not_ready
+from pdmesh.launch.supervisor import holders_info, not_ready
 from pdmesh.wire.hashes import PageFormat
 from pdmesh.wire.messages import PoolStatus, RankStatus, WorkerStatus
 
@@ -41,7 +42,7 @@ def worker(name, ranks=None, problems=(), answers=True, transports=()):
 
 def shown(*lines):
     """The column of ranks, row by row, and what is written below the table."""
-    told = as_table("default", Routers(), list(lines)).splitlines()
+    told = as_table("default", Besides(), list(lines)).splitlines()
     table, below = told[1 : len(lines) + 2], told[len(lines) + 2 :]
     start, end = table[0].index("rank"), table[0].index("address")
     return [row[start:end].strip() for row in table[1:]], below
@@ -83,20 +84,20 @@ def test_workers_without_ranks_or_an_answer_have_none_beside_those_that_do():
 
 
 def test_a_mesh_in_which_nobody_shares_experts_has_no_column_for_it():
-    table = as_table("default", Routers(), [worker("prefill-0"), worker("decode-0")])
+    table = as_table("default", Besides(), [worker("prefill-0"), worker("decode-0")])
     assert table.splitlines()[1].split()[:3] == ["worker", "state", "address"]
 
 
 def test_the_ways_that_pages_go_are_shown():
     lines = worker("prefill-0"), worker("decode-0", transports=("cuda_ipc", "tcp"))
-    table = as_table("default", Routers(), list(lines)).splitlines()
+    table = as_table("default", Besides(), list(lines)).splitlines()
     start = table[1].index("pages over")
     assert [row[start:].split()[0] for row in table[2:]] == ["-", "cuda_ipc,tcp"]
 
 
 def test_json_has_the_place_of_each_worker_that_has_one():
     lines = [worker("prefill-0"), worker("decode-0", rank(1, 2, (0, 1)))]
-    alone, member = json.loads(as_json("default", Routers(), lines))["workers"]
+    alone, member = json.loads(as_json("default", Besides(), lines))["workers"]
     assert "ranks" not in alone["status"]
     assert member["status"]["ranks"] == {
         "rank": 1,
@@ -117,9 +118,9 @@ def test_a_worker_that_starts_again_has_a_line_though_it_has_no_lease():
         ("decode-0", "decode", "ready"),
         ("decode-1", "decode", "restarting"),
     ]
-    row = as_table("default", Routers(), lines).splitlines()[-1]
+    row = as_table("default", Besides(), lines).splitlines()[-1]
     assert row.split() == ["decode-1", "restarting", "-", "no", "answer", "-"]
-    assert json.loads(as_json("default", Routers(), lines))["workers"][1]["status"] is None
+    assert json.loads(as_json("default", Besides(), lines))["workers"][1]["status"] is None
 
 
 def test_a_lease_that_has_outlived_its_process_is_not_called_ready():
@@ -146,7 +147,30 @@ def test_a_supervisor_says_which_workers_are_not_ready_and_why():
 
 
 def test_routers_are_named_with_their_metrics():
-    routers = Routers(("a:1", "a:2"), ("a:9100", "a:9101"))
-    title = as_table("default", routers, []).splitlines()[0]
+    besides = Besides(("a:1", "a:2"), ("a:9100", "a:9101"))
+    title = as_table("default", besides, []).splitlines()[0]
     assert title == "mesh default at a:1, a:2 (metrics at a:9100, a:9101): 0 workers"
-    assert json.loads(as_json("default", routers, []))["router_metrics"] == ["a:9100", "a:9101"]
+    assert json.loads(as_json("default", besides, []))["router_metrics"] == ["a:9100", "a:9101"]
+
+
+def test_the_processes_that_hold_weights_are_named_below_the_workers():
+    def holder(index, state):
+        name, device = f"weights-{index}", f"cuda:{index}"
+        return HolderInfo(
+            name=name, device=device, precision="auto", socket=f"/run/{name}.sock", state=state
+        )
+
+    besides = Besides(holders=[holder(0, "ready"), holder(1, "restarting")])
+    assert as_table("default", besides, [worker("decode-0")]).splitlines()[-2:] == [
+        "  weights-0: ready, one copy for the workers on cuda:0",
+        "  weights-1: restarting, one copy for the workers on cuda:1",
+    ]
+    first, _ = json.loads(as_json("default", besides, []))["weights"]
+    assert (first["device"], first["socket"]) == ("cuda:0", "/run/weights-0.sock")
+
+
+def test_a_supervisor_says_where_weights_are_offered():
+    spec = Spec("weights", "weights", (), 1, socket=Path("/run/weights.sock"))
+    (told,) = holders_info({"cpu": Child(spec, Path("log"))}, "auto")
+    assert (told.name, told.device, told.socket) == ("weights", "cpu", "/run/weights.sock")
+    assert (told.state, told.precision) == ("starting", "auto")

@@ -6,6 +6,9 @@ Real processes of ``pdmesh up``.
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
 from contextlib import suppress
 
 import grpc
@@ -13,6 +16,7 @@ import mesh_faults
 import meshes
 import pytest
 import torch
+from child_path import python_path
 
 from pdmesh.launch.topology import shipped_model
 from pdmesh.model.reference import generate_reference
@@ -63,6 +67,34 @@ def mapped_file(pid):
     return {(row[3], row[4], row[1]) for row in rows}
 
 
+def pdmesh(mesh, *arguments, **options):
+    """A command on the mesh's machine, under way."""
+    runtime = mesh.state_dir.parent.parent
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "pdmesh.launch.cli", *arguments],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(runtime), "PYTHONPATH": python_path()},
+        text=True,
+        **options,
+    )
+
+
+def mapped_by_a_guest(mesh):
+    """What a worker has mapped that was started with no more than the name of the mesh."""
+    log = mesh.state_dir / "logs" / "guest.log"
+    with log.open("w") as sink:
+        guest = pdmesh(mesh, "serve", "decode", "--join", "default", stdout=sink, stderr=sink)
+    end = time.monotonic() + PATIENCE
+    try:
+        while "event=ready" not in log.read_text():
+            assert guest.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.1)
+        return mapped_file(guest.pid)
+    finally:
+        guest.terminate()
+        guest.wait(PATIENCE)
+
+
 @pytest.mark.timeout(1800)
 async def test_workers_map_one_copy_answer_the_same_and_come_back_without_loading(
     monkeypatch,
@@ -78,6 +110,9 @@ async def test_workers_map_one_copy_answer_the_same_and_come_back_without_loadin
         assert how.startswith("r--"), "which none of them can write to"
         assert await answers(mesh) == wanted
         assert "weights shared" in log_of(mesh, "decode-0")
+        assert mapped_by_a_guest(mesh) == mapped[0], "one that joins by hand finds it too"
+        told = pdmesh(mesh, "status", stdout=subprocess.PIPE).communicate(timeout=PATIENCE)[0]
+        assert "  weights: ready, one copy for the workers on cpu\n" in told
 
         found = {status.worker_id: status.instance for status in await mesh.statuses()}
         os.kill(pids["decode-0"], signal.SIGKILL)
