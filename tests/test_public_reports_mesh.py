@@ -125,6 +125,7 @@ async def test_pages_come_back_from_a_worker_that_stood_still_when_it_was_told(p
         try:
             await asyncio.sleep(RELEASE_TIMEOUT + 1.0)
             os.kill(pids[1], signal.SIGCONT)
+            await until(lambda: registered(play.mesh.info, other), "it has its lease again")
             await until_at_rest(play, other)
         finally:
             for pid in pids:
