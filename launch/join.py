@@ -110,6 +110,7 @@ def offered_weights(address: str, device: str, precision: str) -> Path | None:
     Args:
         address: as ``--join`` has it; a mesh given by a router's address may be elsewhere, and
             nothing of it is known here.
+        device: see ``processes.physical``.
 
     Returns:
         None where nobody holds them, or not in this precision.

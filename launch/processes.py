@@ -21,6 +21,7 @@ from pdmesh.launch.topology import (
     WorkersSection,
     cores,
 )
+from pdmesh.wire.errors import ConfigError
 
 PARENT_VARIABLE = "PDMESH_PARENT"
 REDIS_VARIABLE = "PDMESH_REDIS"
@@ -136,6 +137,24 @@ def device_of(topology: Topology, name: str) -> str:
     """The device of a worker: those of each role take the devices of the mesh in turn."""
     devices = topology.model.device.split(",")
     return devices[int(name.rpartition("-")[2]) % len(devices) if len(devices) > 1 else 0]
+
+
+def physical(device: str) -> str:
+    """A device under the name that every process of this host has for it, whatever it sees.
+
+    Raises:
+        ConfigError: this process does not see it, or it is several.
+    """
+    if "," in device:
+        raise ConfigError(f"a worker computes on one device, not on {device}")
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return device
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else None
+    if names is not None and int(index or 0) >= len(names):
+        raise ConfigError(f"there is no {device}: CUDA_VISIBLE_DEVICES names {visible}")
+    return f"{kind}:{int(index or 0) if names is None else names[int(index or 0)]}"
 
 
 def _pages(topology: Topology, role: WorkerRole, name: str, pages: int) -> tuple[str, ...]:

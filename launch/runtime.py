@@ -28,6 +28,7 @@ class HolderInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     device: str
+    """See ``processes.physical``."""
     precision: str
     """As it was asked for."""
     socket: str

@@ -19,7 +19,7 @@ from pdmesh.launch.checks import check_host, check_model, check_together
 from pdmesh.launch.holding import hold
 from pdmesh.launch.join import check_joined, joined, offered_weights
 from pdmesh.launch.mode import with_mode
-from pdmesh.launch.processes import REDIS_VARIABLE
+from pdmesh.launch.processes import REDIS_VARIABLE, physical
 from pdmesh.launch.ranks import check_hosts, check_rank, parse_addresses
 from pdmesh.launch.topology import Topology, WorkersSection, cores, load_topology
 from pdmesh.registry.address import check_url
@@ -172,6 +172,7 @@ def _worker(
     """What both kinds of workers are told."""
     mesh, model = topology.mesh, topology.model
     ranks = parse_addresses(arguments.ep_ranks or "")
+    held = _held(topology, arguments)  # before the device gets its name of this process alone
     return {
         "worker_id": name,
         "redis_url": mesh.redis,
@@ -197,7 +198,7 @@ def _worker(
         "precision": model.precision,
         "latents": model.latents,
         "memory_share": arguments.memory_share,
-        "weights_from": arguments.weights_socket or _held(topology, arguments),
+        "weights_from": arguments.weights_socket or held,
         "pages": section.pages,
         "eviction": topology.kvcache.eviction,
         "replica_hints": topology.kvcache.replica_hints,
@@ -216,7 +217,8 @@ def _held(topology: Topology, arguments: argparse.Namespace) -> Path | None:
     """Where a mesh of this machine that is joined offers its weights on this worker's device."""
     if not arguments.join or arguments.ep_ranks:
         return None
-    return offered_weights(arguments.join, topology.model.device, topology.model.precision)
+    model = topology.model
+    return offered_weights(arguments.join, physical(model.device), model.precision)
 
 
 def _own_device(device: str, ranks: bool) -> str:
@@ -225,16 +227,11 @@ def _own_device(device: str, ranks: bool) -> str:
 
     `ranks`: the process shares experts, and so memory, with others on other devices: it sees all.
     """
+    own = physical(device).partition(":")[2]
     kind, _, index = device.partition(":")
-    if "," in device:
-        raise ConfigError(f"a worker computes on one device, not on {device}")
     if index:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else None
-        if names is not None and int(index) >= len(names):
-            raise ConfigError(f"there is no {device}: CUDA_VISIBLE_DEVICES names {visible}")
-        own = index if names is None else names[int(index)]
-        others = (_devices() if names is None else names) if ranks else []
+        others = (visible.split(",") if visible else _devices()) if ranks else []
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([own, *(n for n in others if n != own)])
     return kind
 

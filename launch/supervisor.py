@@ -12,7 +12,7 @@ from pathlib import Path
 from pdmesh.launch.changes import Changes
 from pdmesh.launch.control import ControlServer
 from pdmesh.launch.crew import TICK_S, Crew, Plan, say
-from pdmesh.launch.processes import Child
+from pdmesh.launch.processes import Child, physical
 from pdmesh.launch.runtime import HolderInfo, MeshInfo
 from pdmesh.registry.embedded import EmbeddedStore
 from pdmesh.registry.store import StoreUnavailable, check_store, read_members
@@ -194,7 +194,7 @@ def holders_info(holders: Mapping[str, Child], precision: str) -> tuple[HolderIn
     return tuple(
         HolderInfo(
             name=child.spec.name,
-            device=device,
+            device=physical(device),
             precision=precision,
             socket=str(child.spec.socket),
             state=state_of(child),

@@ -85,8 +85,7 @@ class Background:
 
     async def pause(self, seconds: float) -> bool:
         """Waits before another try; False, at once, where there is no time for one any more."""
-        if not self._ending.is_set():
-            await within(seconds, self._ending)
+        await within(seconds, self._ending)
         return not self._ending.is_set()
 
     async def finish(self) -> None:

@@ -5,6 +5,8 @@ import re
 import signal
 import subprocess
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,14 +15,25 @@ from test_shared_weights import SMALL, check_same, loaded, weights_of
 from pdmesh.kvtransfer.held_memory import held_memory
 from pdmesh.kvtransfer.weight_holder import MappedWeights
 from pdmesh.launch import crew as crew_module
+from pdmesh.launch import join as joining
 from pdmesh.launch import probe
 from pdmesh.launch.checks import check_together
 from pdmesh.launch.cli import main
 from pdmesh.launch.crew import Crew, Plan
+from pdmesh.launch.join import offered_weights
 from pdmesh.launch.machine import asked
-from pdmesh.launch.processes import Child, command, environment, holder_specs, worker_spec
+from pdmesh.launch.processes import (
+    Child,
+    Spec,
+    command,
+    environment,
+    holder_specs,
+    physical,
+    worker_spec,
+)
 from pdmesh.launch.readiness import holds
 from pdmesh.launch.runtime import RunDir
+from pdmesh.launch.supervisor import holders_info
 from pdmesh.launch.topology import Topology, load_topology
 from pdmesh.model import planning
 from pdmesh.model.shared_weights import Wanted
@@ -49,6 +62,41 @@ def test_the_topology_file_and_the_flag_ask_for_one_copy(tmp_path):
     file.write_text("[model]\nshare_weights = true\n")
     assert load_topology(file).model.share_weights
     assert not load_topology(None).model.share_weights
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "found"),
+    [
+        (None, "cuda:1", True),
+        (None, "cuda", False),
+        ("1", "cuda", True),
+        ("1", "cuda:0", True),
+        ("0,2", "cuda:1", False),
+        (None, "cpu", False),
+    ],
+)
+def test_who_joins_by_name_finds_the_weights_of_its_own_device_whatever_it_sees(
+    monkeypatch, visible, device, found
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")  # of the mesh
+    spec = Spec("weights", "weights", (), 1, socket=Path("/run/weights.sock"))
+    child = Child(spec, Path("log"), ready=True, process=Runs())
+    holders = holders_info({"cuda:1": child}, "auto")
+    monkeypatch.setattr(joining, "find_mesh", lambda name: SimpleNamespace(holders=holders))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    socket = offered_weights("default", physical(device), "auto")
+    assert socket == (spec.socket if found else None)
+    assert offered_weights("default", physical(device), "plain") is None
+    assert offered_weights("10.0.0.1:7080", physical(device), "auto") is None
+
+
+class Runs:
+    """A process that lives."""
+
+    def poll(self):
+        return None
 
 
 def test_every_device_has_a_holder_and_its_workers_its_socket(tmp_path):

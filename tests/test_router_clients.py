@@ -104,6 +104,7 @@ async def test_a_router_that_ends_tries_a_release_once(tmp_path, monkeypatch):
         (worker,) = mesh.decode
         worker.fail["Release"] = [WorkerLost("reset")] * 2
         await mesh.chat(max_tokens=3)
+    assert len(worker.fail["Release"]) == 1
     assert worker.released == []
 
 

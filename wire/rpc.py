@@ -241,14 +241,13 @@ class Client:
             call = stub(encode(request), timeout=timeout, metadata=self._metadata)
         except grpc.aio.UsageError as error:  # closed before
             raise self._closed(method) from error
-        self.calls += 1
         try:
-            async for data in call:
-                yield decode(data, answer)
+            with self.kept():
+                async for data in call:
+                    yield decode(data, answer)
         except grpc.aio.AioRpcError as error:
             raise self._translate(error, method) from error
         finally:
-            self.calls -= 1
             call.cancel()
 
     def _closed(self, method: str) -> WorkerLost:
