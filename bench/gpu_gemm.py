@@ -43,6 +43,7 @@ from gemm_cases import (  # noqa: E402
     rows,
     weight,
 )
+from gemm_sorted import compile_sorted, measure_sorted, sorted_tasks  # noqa: E402
 
 from pdmesh.kernels import (  # noqa: E402
     cublaslt_backend,
@@ -210,6 +211,8 @@ def main() -> None:
     rows_tried = [int(m) for m in given.rows.split(",")]
     wanted = [(0, m, n, k) for n, k in SHAPES.values() for m in rows_tried] + GROUPS
     compiling = [] if given.only else children(compile_deep_gemm, wanted)
+    if "sorted".startswith(given.only):
+        compiling += children(compile_sorted, sorted_tasks(given.tune))
     every: list[Any] = []
     right: dict[str, float] = {}
     if given.tune:
@@ -239,6 +242,7 @@ def main() -> None:
         "dense": lambda: dense(table, generator, rows_tried),
         "heads": lambda: heads(table, generator, [m for m in rows_tried if m >= 64]),
         "grouped": lambda: grouped(table, generator),
+        "sorted": lambda: measure_sorted(table.measure, generator, given.tune),
     }.items():
         if name.startswith(given.only):
             part()

@@ -31,7 +31,7 @@ from gpu_timing import Candidate, Clocks, pick, timed  # noqa: E402
 from gpu_variants import own  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from pdmesh.kernels import deep_gemm_backend, quantised  # noqa: E402
+from pdmesh.kernels import deep_gemm_backend, latent_rows, quantised  # noqa: E402
 from pdmesh.kernels.flashinfer_backend import WORKSPACE_BYTES, Decode, Prefill  # noqa: E402
 from pdmesh.kernels.quantised import BlockWeight, Rows  # noqa: E402
 
@@ -84,7 +84,7 @@ class Layer:
         return function()
 
     def shared_front(self) -> tuple[Tensor, Tensor]:
-        """Up to the query [tokens, heads, 192] and its rotated part; latents in their pages."""
+        """The query [tokens, heads, 192], and its rotated part; latents in their pages."""
         w, state, table = self.w, self.state, self.table
         rows, _ = self.run(
             "input_norm", table["input_norm"], state.x, state.residual, w.input_norm, EPS
@@ -105,9 +105,10 @@ class Layer:
             state.pool,
             0,
         )
+        query[..., 128:] = rotated  # a layer has it rotated in place, and no such copy
         return query, rotated
 
-    def multi_head(self, query: Tensor, rotated: Tensor) -> Tensor:
+    def multi_head(self, query: Tensor) -> Tensor:
         """Attention in multi-head form: [tokens, heads, 128]."""
         latent = self.state.pool[:, 0].flatten(0, 1)[: self.tokens]
         quantise = Step(
@@ -116,14 +117,13 @@ class Layer:
         rows = self.run("latent_rows", quantise, latent[:, :512].contiguous())
         up = self.run("kv_b", self.table["qkv_a"], rows, self.kv_b)
         up = up.view(self.tokens, bounds.HEADS, 256)
-        key = torch.empty_like(query)
-
-        def keys() -> None:
-            key[..., :128] = up[..., :128]
-            key[..., 128:] = latent[:, None, 512:]
-            query[..., 128:] = rotated
-
-        self.plain("keys", keys)
+        shared = latent[:, 512:]
+        keys = Step(
+            latent_rows.join_keys,
+            [Candidate("torch", latent_rows.join_keys), *own("triton.join_keys", "join_keys")],
+            1e-6,
+        )
+        key = self.run("keys", keys, up[..., :128], shared)
         plan = Prefill(torch.empty(2 * WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"))
         ends = torch.tensor([0, self.tokens], dtype=torch.int32)
         plan.plan(ends, ends, bounds.HEADS, (192, 128), SCALE)
@@ -204,7 +204,7 @@ def measure(tokens: int, without: Sequence[str]) -> dict[str, Any]:
     print(f"\n{tokens} tokens, {EP} ranks")
     layer = Layer(tokens, steps(without))
     query, rotated = layer.shared_front()
-    heads = layer.multi_head(query, rotated)
+    heads = layer.multi_head(query)
     try:
         layer.absorbed(query, rotated)
     except Exception as failure:  # noqa: BLE001 - a library's own errors are of any type

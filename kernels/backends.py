@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pdmesh.kernels import mla_reference, quantised, routing
+from pdmesh.kernels.latent_rows import join_keys
 from pdmesh.kernels.norm import rms_norm
 from pdmesh.kernels.rope_append import rope_append
 
@@ -88,6 +89,7 @@ PLAIN: dict[str, Call] = {
     "permute_masked": routing.permute_masked,
     "permute_contiguous": routing.permute_contiguous,
     "unpermute": routing.unpermute,
+    "join_keys": join_keys,
     "mla_decode": mla_reference.mla_decode,
     "mla_prefill": mla_reference.mla_prefill,
 }
@@ -116,6 +118,7 @@ class Backends:
     permute_masked: Call
     permute_contiguous: Call
     unpermute: Call
+    join_keys: Call
     mla_decode: Call
     mla_prefill: Call
 

@@ -162,6 +162,7 @@ def register() -> None:
             "permute_masked": (_triton("permute", "permute_masked"),),
             "permute_contiguous": (_triton("permute", "permute_contiguous"),),
             "unpermute": (_triton("permute", "unpermute"),),
+            "join_keys": (_triton("join_keys", "join_keys"),),
             "mla_decode": (
                 Candidate(
                     "flash_mla",

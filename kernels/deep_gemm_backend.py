@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,8 @@ _MASKED = (
     "fp8_m_grouped_gemm_nt_masked",
     "m_grouped_fp8_fp4_gemm_nt_masked",
 )
+SHORT_TILE = 64
+"""Rows of a tile for experts of few rows: a larger one would be half empty."""
 _CONTIGUOUS = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous")
 
 
@@ -90,13 +93,46 @@ def masked_grouped_gemm(
     return out
 
 
+@functools.cache
+def _set_tile_rows() -> Callable[[int], None] | None:
+    """Sets the rows of a tile in the contiguous layout, for all of the process."""
+    module = importlib.import_module("deep_gemm")
+    found = getattr(module, "set_mk_alignment_for_contiguous_layout", None)
+    inner = getattr(getattr(module, "utils", None), "layout", None)
+    return found or getattr(inner, "set_mk_alignment_for_contiguous_layout", None)
+
+
+_tile_rows = threading.Lock()
+
+
 def contiguous_grouped_gemm(
-    x: Rows, weight: BlockWeight, row_expert: Tensor, *, out: Tensor | None = None
+    x: Rows,
+    weight: BlockWeight,
+    row_expert: Tensor,
+    expected: int = BLOCK,
+    *,
+    out: Tensor | None = None,
+    tile: int | None = None,
 ) -> Tensor:
-    """`quantised.contiguous_grouped_gemm`: [m, n] bfloat16, in `out` if given."""
+    """`quantised.contiguous_grouped_gemm`: [m, n] bfloat16, in `out` if given.
+
+    Args:
+        tile: rows of a tile, BLOCK or SHORT_TILE; by `expected` if it is None.
+    """
     if out is None:
         shape = (x.values.shape[0], weight.values.shape[1])
         out = x.values.new_empty(shape, dtype=torch.bfloat16)
-    if out.numel():
-        _function(_CONTIGUOUS)(tuple(x), tuple(weight), out, row_expert)
+    if not out.numel():
+        return out
+    tile = tile or (SHORT_TILE if expected <= SHORT_TILE else BLOCK)
+    product, set_rows = _function(_CONTIGUOUS), _set_tile_rows()
+    if tile == BLOCK or set_rows is None:
+        product(tuple(x), tuple(weight), out, row_expert)
+        return out
+    with _tile_rows:
+        set_rows(tile)
+        try:
+            product(tuple(x), tuple(weight), out, row_expert)
+        finally:
+            set_rows(BLOCK)
     return out

@@ -7,6 +7,7 @@ from functools import cache
 from torch import Tensor
 
 from pdmesh.kernels import deep_gemm_backend
+from pdmesh.kernels.fp8 import BLOCK
 from pdmesh.kernels.gemm_choice import FEW_ROWS, Choice, choose_grouped
 from pdmesh.kernels.quantised import BlockWeight, Rows
 
@@ -40,7 +41,12 @@ def masked_grouped_gemm(
 
 
 def contiguous_grouped_gemm(
-    x: Rows, weight: BlockWeight, row_expert: Tensor, *, out: Tensor | None = None
+    x: Rows,
+    weight: BlockWeight,
+    row_expert: Tensor,
+    expected: int = BLOCK,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `quantised.contiguous_grouped_gemm`."""
     from pdmesh.kernels.triton import grouped_gemm
@@ -48,5 +54,5 @@ def contiguous_grouped_gemm(
     _, n, k = weight.values.shape
     chosen = choose_contiguous(n, k).backend
     module = deep_gemm_backend if chosen == "deep_gemm" else grouped_gemm
-    output: Tensor = module.contiguous_grouped_gemm(x, weight, row_expert, out=out)
+    output: Tensor = module.contiguous_grouped_gemm(x, weight, row_expert, expected, out=out)
     return output

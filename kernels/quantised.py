@@ -138,12 +138,20 @@ def masked_grouped_gemm(
 
 
 def contiguous_grouped_gemm(
-    x: Rows, weight: BlockWeight, row_expert: Tensor, *, out: Tensor | None = None
+    x: Rows,
+    weight: BlockWeight,
+    row_expert: Tensor,
+    expected: int = BLOCK,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Rows x [m, k] grouped by expert; weight [experts, n, k]: [m, n] bfloat16.
 
-    `row_expert` [m] int32 is each row's expert, -1 for padding, whose result is undefined. An
-    expert's rows begin at a multiple of 128. `out` is what is returned, if given.
+    Args:
+        row_expert: [m] int32, each row's expert, -1 for padding, whose result is undefined. An
+            expert's rows begin at a multiple of 128.
+        expected: rows of an expert that are likely; a hint.
+        out: what is returned, if given.
     """
     shape = (x.values.shape[0], weight.values.shape[1])
     output = x.values.new_empty(shape, dtype=torch.bfloat16) if out is None else out

@@ -100,7 +100,7 @@ def _masked(x, weight, counts, expected):
     return output
 
 
-def _contiguous(x, weight, row_expert):
+def _contiguous(x, weight, row_expert, expected):
     output = torch.full((x.values.shape[0], weight.values.shape[1]), torch.nan)
     for expert in range(weight.values.shape[0]):
         chosen = row_expert == expert

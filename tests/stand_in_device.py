@@ -360,6 +360,9 @@ def gpu_gemm():
     import gpu_gemm as bench
 
     bench.GROUPS = [(2, 4, 256, 256)]
+    import gemm_sorted
+
+    gemm_sorted.EXPERTS, gemm_sorted.SHAPES = {3: (5,)}, ((128, 256),)
     gemm_tune.CLUSTERS = {name: gemm_tune.CLUSTERS[name] for name in gemm_cases.SHAPES}
     return bench.main
 

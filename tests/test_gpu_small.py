@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from pdmesh.kernels import quantised, routing  # noqa: E402
+from pdmesh.kernels import latent_rows, quantised, routing  # noqa: E402
 from pdmesh.kernels import rope_append as rope_definition  # noqa: E402
 from pdmesh.kernels import sampling as sampling_definition  # noqa: E402
 from pdmesh.kernels.gate import GateRule, choose_experts  # noqa: E402
@@ -17,6 +17,7 @@ from pdmesh.kernels.quantised import Rows  # noqa: E402
 from pdmesh.kernels.rope import RopeTable, inverse_frequencies  # noqa: E402
 from pdmesh.kernels.triton import (  # noqa: E402
     gate,
+    join_keys,
     norm,
     permute,
     place,
@@ -153,6 +154,17 @@ def test_queries_are_rotated_in_place():
     rope_append.rope_append(*arguments, pool, 0, out=arguments[0])
     torch.testing.assert_close(arguments[0], want, rtol=2**-7, atol=1e-6)
     assert torch.equal(arguments[0]._base[..., :128], before[..., :128])
+
+
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("heads", [128, 16])
+def test_keys_are_those_of_every_head(m, heads):
+    up, latents = normal(m, m, heads, 256), normal(m + 1, m, 576)
+    if m > 1:
+        up[1] = torch.nan
+    keys = join_keys.join_keys(up[..., :128], latents[:, 512:])
+    want = latent_rows.join_keys(up[..., :128], latents[:, 512:])
+    assert torch.equal(keys.view(torch.int16), want.view(torch.int16))
 
 
 def test_a_captured_step_of_another_size_touches_nobodys_page():

@@ -122,6 +122,9 @@ GROUPED = [
     GroupedConfig(16, 64, 4, 3),
     GroupedConfig(32, 32, 4, 3, swap=True),
     GroupedConfig(16, 128, 4, 3, bulk=False),
+    GroupedConfig(32, 32, 4, 3, together=4),
+    GroupedConfig(16, 16, 4, 3, together=5),
+    GroupedConfig(64, 32, 4, 3, together=1),
 ]
 
 

@@ -132,6 +132,12 @@ ENTRIES = (
         {"CHOICES": 8, "COLUMNS": 1024},
         {"enable_fp_fusion": False},
     ),
+    Entry(
+        "join_keys",
+        "join_keys_kernel",
+        "*bf16! *bf16! *bf16! i32! i32! i32! i32!",
+        {"NOPE": 128, "ROPE": 64, "HEADS": 32, "NOPE_PADDED": 128, "ROPE_PADDED": 64},
+    ),
     Entry("sampling", "top_kernel", "*fp32! *i64! i32! i32!", {"BLOCK": 4096}),
     Entry(
         "sampling",

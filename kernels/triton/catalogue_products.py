@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdmesh.kernels.triton.entry import Entry
 
 _SPLIT = "{} {} *bf16! *fp32! *fp32! *fp32! *i32! i32! i32! i32! i32! i32 i32! i32 i32!"
-_GROUPED = "{} {} *bf16! *fp32! *fp32! *i32! i32! i32! i32! i32! i32! i32 i32! i32 i32"
+_GROUPED = "{} {} *bf16! *fp32! *fp32! *i32! i32! i32! i32! i32! i32! i32 i32! i32 i32 i32"
 _ABSORB = "*bf16! *fp8e4nv! *fp32! *bf16! *bf16! i32! fp32 i32! i32! i32! i32! i32!"
 _PROJECT = "*bf16! *fp8e4nv! *fp32! *fp8e4nv! *fp32! i32! i32! i32! i32! i32!"
 

@@ -17,7 +17,12 @@ from pdmesh.kernels.triton.splitk_gemm import bulk_loads
 
 
 class GroupedConfig(NamedTuple):
-    """Tile, and how it is computed: see `gemm_config.SplitConfig`."""
+    """Tile, and how it is computed: see `gemm_config.SplitConfig`.
+
+    Attributes:
+        together: tiles of rows in the contiguous layout that follow each other for a tile of the
+            weight; after all columns come the next ones. 0: all rows.
+    """
 
     block_m: int
     block_n: int
@@ -25,9 +30,10 @@ class GroupedConfig(NamedTuple):
     stages: int
     swap: bool = False
     bulk: bool = True
+    together: int = 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["together"])
 def grouped_gemm_kernel(
     x,
     w,
@@ -44,6 +50,7 @@ def grouped_gemm_kernel(
     x_scale_step,
     w_scale_expert,
     w_scale_row,
+    together,
     CONTIGUOUS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -53,15 +60,16 @@ def grouped_gemm_kernel(
 ):
     """One tile. Grid: (m tiles x n tiles, m tiles fastest; experts, or 1 if CONTIGUOUS).
 
-    `groups` is the expert of each of `rows_of_all` rows if CONTIGUOUS; else the rows that count of
-    each expert, of `rows_of_all` that lie there.
+    `groups` is the expert of each of `rows_of_all` rows if CONTIGUOUS, where `together` m tiles
+    come with all n tiles before the next m tiles do; else the rows that count of each expert, of
+    `rows_of_all` that lie there, and `together` is all m tiles.
     """
     program = tl.program_id(0)
-    tiles_m = tl.cdiv(rows_of_all, BLOCK_M)
-    row = (program % tiles_m) * BLOCK_M
-    column = (program // tiles_m) * BLOCK_N
+    of_those = together * tl.cdiv(n, BLOCK_N)
+    row = (program // of_those * together + program % together) * BLOCK_M
+    column = (program % of_those // together) * BLOCK_N
     if CONTIGUOUS:
-        expert = tl.load(groups + row)
+        expert = tl.load(groups + row, mask=row < rows_of_all, other=-1)
         count = rows_of_all
         start = 0
         used = expert >= 0
@@ -102,14 +110,15 @@ def grouped_gemm_kernel(
 
 
 def grouped_config(rows: int, n: int) -> GroupedConfig:
-    """By the rows that an expert probably has."""
+    """By the rows that an expert probably has. In the contiguous layout an expert's rows fill up a
+    multiple of 128, which come together."""
     if rows <= 16:
-        return GroupedConfig(16, 128, 4, 5, True)
+        return GroupedConfig(16, 128, 4, 5, True, together=8)
     if rows <= 32:
-        return GroupedConfig(32, 128, 4, 5, True)
+        return GroupedConfig(32, 128, 4, 5, True, together=4)
     if rows <= 64:
-        return GroupedConfig(64, 128, 4, 4)
-    return GroupedConfig(128, 128, 8, 4)
+        return GroupedConfig(64, 128, 4, 4, together=2)
+    return GroupedConfig(128, 128, 8, 4, together=4)
 
 
 def _launch(
@@ -122,7 +131,12 @@ def _launch(
     if bulk:
         x_matrix = TensorDescriptor.from_tensor(x_matrix, [c.block_m, BLOCK])
         w_matrix = TensorDescriptor.from_tensor(w_matrix, [c.block_n, BLOCK])
-    grid = (-(-rows // c.block_m) * -(-n // c.block_n), 1 if contiguous else experts)
+    tiles = -(-rows // c.block_m)
+    together = min(c.together, tiles) if contiguous and c.together else tiles
+    grid = (
+        -(-tiles // together) * together * -(-n // c.block_n),
+        1 if contiguous else experts,
+    )
     grouped_gemm_kernel[grid](
         x_matrix,
         w_matrix,
@@ -139,6 +153,7 @@ def _launch(
         x.scales.stride(-1),
         weight.scales.stride(0),
         weight.scales.stride(1),
+        together,
         CONTIGUOUS=contiguous,
         BLOCK_M=c.block_m,
         BLOCK_N=c.block_n,
@@ -178,6 +193,7 @@ def contiguous_grouped_gemm(
     x: Rows,
     weight: BlockWeight,
     row_expert: Tensor,
+    expected: int = BLOCK,
     *,
     out: Tensor | None = None,
     config: GroupedConfig | None = None,
@@ -193,4 +209,4 @@ def contiguous_grouped_gemm(
         out = x.values.new_empty((m, n), dtype=torch.bfloat16)
     if m == 0:
         return out
-    return _launch(x, weight, row_expert, out, m, config or grouped_config(BLOCK, n))
+    return _launch(x, weight, row_expert, out, m, config or grouped_config(expected, n))

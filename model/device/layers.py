@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,18 +30,6 @@ from pdmesh.model.rope import softmax_scale
 
 MASKED_ROWS = 512
 """Up to so many rows every expert has room for all of them; beyond, rows are sorted by expert."""
-
-
-class Projected(NamedTuple):
-    """Queries of a step's rows before attention.
-
-    Attributes:
-        query: [m, heads, nope + rope], as projected.
-        rotated: [m, heads, rope].
-    """
-
-    query: Tensor
-    rotated: Tensor
 
 
 @dataclass(frozen=True)
@@ -81,8 +68,12 @@ class Layers:
 
     def project(
         self, weights: LayerWeights, rows: Rows, step: DeviceStep, pool: Tensor, layer: int
-    ) -> Projected:
-        """Queries of normalised, quantised rows [m, hidden]; writes the layer's latents."""
+    ) -> Tensor:
+        """Queries of normalised, quantised rows [m, hidden]; writes the layer's latents.
+
+        Returns:
+            [m, heads, nope + rope], rotated.
+        """
         w, ops, c = weights.attention, self.ops, self.config
         both = self._linear(rows, w.first)
         if w.q_b is None or w.q_norm is None:
@@ -93,8 +84,9 @@ class Layers:
             )
             query = ops.fp8_gemm(compressed, w.q_b)
         query = query.view(-1, c.num_attention_heads, c.qk_head_dim)
-        rotated = ops.rope_append(
-            query[..., c.qk_nope_head_dim :],
+        turned = query[..., c.qk_nope_head_dim :]
+        ops.rope_append(
+            turned,
             both[:, w.latent_at :],
             w.kv_norm,
             self.table.cos,
@@ -105,16 +97,17 @@ class Layers:
             layer,
             interleave=self.table.interleave,
             eps=LATENT_NORM_EPS,
+            out=turned,
         )
-        return Projected(query, rotated)
+        return query
 
     def attend(
-        self, weights: LayerWeights, given: Projected, step: DeviceStep, pool: Tensor, layer: int
+        self, weights: LayerWeights, query: Tensor, step: DeviceStep, pool: Tensor, layer: int
     ) -> Tensor:
-        """What the heads see, projected: [m, hidden]."""
+        """What the heads see by a query of `project`, projected: [m, hidden]."""
         w = weights.attention
         outputs = [
-            self._linear(self._attend(w, *given, part, step, pool, layer), w.o)
+            self._linear(self._attend(w, query, part, step, pool, layer), w.o)
             for part in step.parts
         ]
         return outputs[0] if step.merge is None else torch.cat(outputs)[step.merge]
@@ -166,12 +159,13 @@ class Layers:
             outputs = self.masked_experts(w, rows_of, routed.counts, expected)
         else:
             capacity = contiguous_capacity(m, rule.top_k, experts)
+            expected = -(-m * rule.top_k // experts)
             rows_of, targets, row_expert = ops.permute_contiguous(
                 rows, ids, places, routed.counts, capacity
             )
-            gate_up = ops.contiguous_grouped_gemm(rows_of, w.gate_up, row_expert)
+            gate_up = ops.contiguous_grouped_gemm(rows_of, w.gate_up, row_expert, expected)
             hidden = ops.silu_mul_quantise(gate_up)
-            outputs = ops.contiguous_grouped_gemm(hidden, w.down, row_expert)
+            outputs = ops.contiguous_grouped_gemm(hidden, w.down, row_expert, expected)
         summed: Tensor = ops.unpermute(outputs, targets, routed.weights)
         return summed if w.shared is None else summed + self.mlp(w.shared, rows)
 
@@ -179,7 +173,6 @@ class Layers:
         self,
         w: AttentionWeights,
         query: Tensor,
-        rotated: Tensor,
         part: Part,
         step: DeviceStep,
         pool: Tensor,
@@ -187,12 +180,11 @@ class Layers:
     ) -> Rows:
         """The heads' values of a part's rows, quantised for the output projection."""
         if part.rows is not None:
-            query, rotated = query[part.rows], rotated[part.rows]
-        nope, rank = self.config.qk_nope_head_dim, self.config.kv_lora_rank
+            query = query[part.rows]
         if isinstance(part.attention, Ragged):
-            whole = torch.cat([query[..., :nope], rotated], dim=-1)
-            return self._ragged(w, whole, part.attention, pool, layer)
-        absorbed = self._absorb(query[..., :nope], w.k_b, rotated)
+            return self._ragged(w, query, part.attention, pool, layer)
+        nope, rank = self.config.qk_nope_head_dim, self.config.kv_lora_rank
+        absorbed = self._absorb(query[..., :nope], w.k_b, query[..., nope:])
         scale = softmax_scale(self.config)
         if isinstance(part.attention, Paged):
             paged = part.attention
@@ -224,8 +216,7 @@ class Layers:
         compressed = ops.quantise_rows(latents[:, : c.kv_lora_rank])
         up = ops.fp8_gemm(compressed, w.kv_b)
         up = up.view(latents.shape[0], c.num_attention_heads, -1)
-        rotated = latents[:, None, c.kv_lora_rank :].expand(-1, c.num_attention_heads, -1)
-        keys = torch.cat([up[..., : c.qk_nope_head_dim], rotated], dim=-1)
+        keys = ops.join_keys(up[..., : c.qk_nope_head_dim], latents[:, c.kv_lora_rank :])
         values = up[..., c.qk_nope_head_dim :]
         scale = softmax_scale(c)
         ends = ragged.query_ends, ragged.key_ends

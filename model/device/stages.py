@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pdmesh.kernels.quantised import Rows
 from pdmesh.model.device.graphs import Steps
-from pdmesh.model.device.layers import Layers, Projected
+from pdmesh.model.device.layers import Layers
 from pdmesh.model.device.step import DeviceStep, padding_of_halves
 from pdmesh.model.device.weights import LayerWeights, MlpWeights, MoeWeights
 from pdmesh.model.parallel.exchange import Channel, CombineHandle, DispatchHandle
@@ -41,7 +41,7 @@ class DeviceFlow:
     step: DeviceStep | None
     residual: Tensor
     output: Tensor | None = None
-    projected: Projected | None = None
+    query: Tensor | None = None
     rows: Rows | None = None
     normed: Tensor | None = None
     ids: Tensor | None = None
@@ -169,7 +169,7 @@ class Stages:
                     flow.output, flow.residual, w.input_norm, self.eps
                 )
             flow.output = None
-            flow.projected = self.layers.project(w, rows, flow.step, work.pool, item.layer)
+            flow.query = self.layers.project(w, rows, flow.step, work.pool, item.layer)
         done = work.projected.get(item.layer, 0) + 1
         work.projected[item.layer] = done
         if work.on_layer is not None and done == (1 if item.microbatch == WHOLE else 2):
@@ -179,9 +179,9 @@ class Stages:
         if flow.step is None:
             return
         assert work.pool is not None
-        assert flow.projected is not None
-        attended = self.layers.attend(w, flow.projected, flow.step, work.pool, item.layer)
-        flow.projected = None
+        assert flow.query is not None
+        attended = self.layers.attend(w, flow.query, flow.step, work.pool, item.layer)
+        flow.query = None
         flow.rows, flow.normed = self.layers.ops.add_rms_norm_quantise(
             attended, flow.residual, w.post_norm, self.eps
         )
