@@ -40,7 +40,7 @@ TILES = (
 
 
 def compile_sorted(number: int, tasks: Sequence[tuple[int, int, int, Any]]) -> None:
-    """In a child: kernels are kept on disk. A task: experts, n, k, a tile or DeepGEMM's rows."""
+    """In a child: kernels are kept on disk. A task: experts, n, k, a tile (None: DeepGEMM's)."""
     if deep_gemm_backend.unavailable():
         return
     for experts, n, k, tile in tasks:
@@ -50,8 +50,8 @@ def compile_sorted(number: int, tasks: Sequence[tuple[int, int, int, Any]]) -> N
         generator = torch.Generator("cuda").manual_seed(number)
         expert = drawn(experts, 64, generator)
         x = rows(generator, len(expert), k)
-        if isinstance(tile, int):
-            deep_gemm_backend.contiguous_grouped_gemm(x, w, expert, tile=tile)
+        if tile is None:
+            deep_gemm_backend.contiguous_grouped_gemm(x, w, expert)
         else:
             grouped_gemm.contiguous_grouped_gemm(x, w, expert, config=tile)
     torch.cuda.synchronize()
@@ -59,11 +59,7 @@ def compile_sorted(number: int, tasks: Sequence[tuple[int, int, int, Any]]) -> N
 
 def sorted_tasks(tuned: bool) -> list[tuple[int, int, int, Any]]:
     """What `compile_sorted` compiles."""
-    libraries = [
-        (experts, n, k, tile)
-        for experts, (n, k) in itertools.product(EXPERTS, SHAPES)
-        for tile in (ALIGNMENT, deep_gemm_backend.SHORT_TILE)
-    ]
+    libraries = [(e, *shape, None) for e, shape in itertools.product(EXPERTS, SHAPES)]
     return libraries + [(32, *SHAPES[0], tile) for tile in (TILES if tuned else ())]
 
 
@@ -83,10 +79,9 @@ def drawn(experts: int, each: int, generator: torch.Generator) -> Tensor:
 def measure_sorted(measure: Callable[..., None], generator: torch.Generator, tuned: bool) -> None:
     """`measure` is `gpu_gemm.Table.measure`; `tuned`: all of TILES, not those that are in use."""
     backends: dict[str, Callable[..., Tensor]] = {
-        f"deep_gemm {tile}": functools.partial(deep_gemm_backend.contiguous_grouped_gemm, tile=tile)
-        for tile in (ALIGNMENT, deep_gemm_backend.SHORT_TILE)
+        "deep_gemm": deep_gemm_backend.contiguous_grouped_gemm
     }
-    chosen = dict.fromkeys(grouped_gemm.grouped_config(m, 0) for m in (16, 32, 64, 128))
+    chosen = dict.fromkeys(grouped_gemm.contiguous_config(m) for m in (16, 64, 1024))
     for tile in TILES if tuned else chosen:
         name = f"{tile.block_m}x{tile.block_n} {tile.warps}w {tile.stages}s {tile.together}"
         name += " swap" * tile.swap

@@ -232,7 +232,7 @@ def main() -> None:
                 every += mine
     failed = ended(compiling, given.check_seconds)
     print(f"DeepGEMM's kernels: {failed} children failed", flush=True)
-    if given.tune:
+    if every:
         show_clusters()
         tune(every, right, out, given.time_seconds)
     table = Table(out / "gemm.csv")

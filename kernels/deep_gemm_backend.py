@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +22,6 @@ _MASKED = (
     "fp8_m_grouped_gemm_nt_masked",
     "m_grouped_fp8_fp4_gemm_nt_masked",
 )
-SHORT_TILE = 64
-"""Rows of a tile for experts of few rows: a larger one would be half empty."""
 _CONTIGUOUS = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous")
 
 
@@ -93,46 +90,22 @@ def masked_grouped_gemm(
     return out
 
 
-@functools.cache
-def _set_tile_rows() -> Callable[[int], None] | None:
-    """Sets the rows of a tile in the contiguous layout, for all of the process."""
-    module = importlib.import_module("deep_gemm")
-    found = getattr(module, "set_mk_alignment_for_contiguous_layout", None)
-    inner = getattr(getattr(module, "utils", None), "layout", None)
-    return found or getattr(inner, "set_mk_alignment_for_contiguous_layout", None)
-
-
-_tile_rows = threading.Lock()
-
-
 def contiguous_grouped_gemm(
     x: Rows,
     weight: BlockWeight,
     row_expert: Tensor,
-    expected: int = BLOCK,
+    expected: int = 0,
     *,
     out: Tensor | None = None,
-    tile: int | None = None,
 ) -> Tensor:
     """`quantised.contiguous_grouped_gemm`: [m, n] bfloat16, in `out` if given.
 
-    Args:
-        tile: rows of a tile, BLOCK or SHORT_TILE; by `expected` if it is None.
+    Tiles are of 128 rows. Those of 64, which this library can be set to, took 1.2 to 1.4 times as
+    long with 16 to 1,024 rows of an expert on an H200.
     """
     if out is None:
         shape = (x.values.shape[0], weight.values.shape[1])
         out = x.values.new_empty(shape, dtype=torch.bfloat16)
-    if not out.numel():
-        return out
-    tile = tile or (SHORT_TILE if expected <= SHORT_TILE else BLOCK)
-    product, set_rows = _function(_CONTIGUOUS), _set_tile_rows()
-    if tile == BLOCK or set_rows is None:
-        product(tuple(x), tuple(weight), out, row_expert)
-        return out
-    with _tile_rows:
-        set_rows(tile)
-        try:
-            product(tuple(x), tuple(weight), out, row_expert)
-        finally:
-            set_rows(BLOCK)
+    if out.numel():
+        _function(_CONTIGUOUS)(tuple(x), tuple(weight), out, row_expert)
     return out

@@ -19,6 +19,13 @@ FEW_ROWS, MANY_EXPERTS = 16, 8
 rows of 2 experts 33 + 13 (20 + 12). bench/roofline.py on one H200."""
 
 
+SHORT_TILES = 128
+"""Up to so many sorted rows of an expert tiles of 64 or 32 rows are faster than DeepGEMM's of 128:
+both products of 256 experts took 2.8 ms with 16 rows on average (DeepGEMM 3.9), 2.9 with 32 (4.3),
+3.5 with 64 (4.6), 4.9 with 128 (5.4); of 32 experts with 256 rows 1.01 (0.81). bench/gpu_gemm.py
+--only sorted --tune on one H200."""
+
+
 class Choice(NamedTuple):
     """A backend and why, in a sentence without a full stop."""
 
@@ -125,8 +132,21 @@ def choose_dense(m: int, n: int, k: int, missing: Mapping[str, str]) -> Choice:
     return _first(order, what, missing)
 
 
-def choose_grouped(experts: int, rows: int, missing: Mapping[str, str]) -> Choice:
-    """Backend of the experts' products, masked or contiguous.
+def choose_contiguous(rows: int, missing: Mapping[str, str]) -> Choice:
+    """Backend of experts' products whose rows are sorted by expert.
+
+    Args:
+        rows: how many an expert probably has; 0: many.
+        missing: as in `choose_dense`.
+    """
+    if 0 < rows <= SHORT_TILES:
+        order = ["triton", *(name for name in GROUPED if name != "triton")]
+        return _first(order, f"tiles of {SHORT_TILES} rows would be half empty", missing)
+    return _first(list(GROUPED), f"the fastest for more than {SHORT_TILES} rows", missing)
+
+
+def choose_masked(experts: int, rows: int, missing: Mapping[str, str]) -> Choice:
+    """Backend of experts' products with room of its own for each.
 
     Args:
         rows: how many an expert probably has.

@@ -6,25 +6,25 @@ from functools import cache
 
 from torch import Tensor
 
-from pdmesh.kernels import deep_gemm_backend
-from pdmesh.kernels.fp8 import BLOCK
-from pdmesh.kernels.gemm_choice import FEW_ROWS, Choice, choose_grouped
+from pdmesh.kernels import deep_gemm_backend, gemm_choice
 from pdmesh.kernels.quantised import BlockWeight, Rows
 
 
 @cache
-def choose_masked(experts: int, space: int, expected: int, n: int, k: int) -> Choice:
+def choose_masked(experts: int, space: int, expected: int, n: int, k: int) -> gemm_choice.Choice:
     """The backend for experts [n, k] with space for `space` rows each, `expected` of them used."""
     problem = deep_gemm_backend.unavailable()
     problem = problem or deep_gemm_backend.unsupported_masked(space, n, k)
-    return choose_grouped(experts, expected, {} if problem is None else {"deep_gemm": problem})
+    missing = {} if problem is None else {"deep_gemm": problem}
+    return gemm_choice.choose_masked(experts, expected, missing)
 
 
 @cache
-def choose_contiguous(n: int, k: int) -> Choice:
-    """The backend for experts [n, k] whose rows are sorted."""
+def choose_contiguous(expected: int, n: int, k: int) -> gemm_choice.Choice:
+    """The backend for experts [n, k] whose rows are sorted, `expected` of each (0: many)."""
     problem = deep_gemm_backend.unavailable() or deep_gemm_backend.unsupported(n, k)
-    return choose_grouped(0, FEW_ROWS + 1, {} if problem is None else {"deep_gemm": problem})
+    missing = {} if problem is None else {"deep_gemm": problem}
+    return gemm_choice.choose_contiguous(expected, missing)
 
 
 def masked_grouped_gemm(
@@ -44,7 +44,7 @@ def contiguous_grouped_gemm(
     x: Rows,
     weight: BlockWeight,
     row_expert: Tensor,
-    expected: int = BLOCK,
+    expected: int = 0,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -52,7 +52,7 @@ def contiguous_grouped_gemm(
     from pdmesh.kernels.triton import grouped_gemm
 
     _, n, k = weight.values.shape
-    chosen = choose_contiguous(n, k).backend
+    chosen = choose_contiguous(expected, n, k).backend
     module = deep_gemm_backend if chosen == "deep_gemm" else grouped_gemm
     output: Tensor = module.contiguous_grouped_gemm(x, weight, row_expert, expected, out=out)
     return output

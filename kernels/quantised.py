@@ -141,7 +141,7 @@ def contiguous_grouped_gemm(
     x: Rows,
     weight: BlockWeight,
     row_expert: Tensor,
-    expected: int = BLOCK,
+    expected: int = 0,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -150,7 +150,7 @@ def contiguous_grouped_gemm(
     Args:
         row_expert: [m] int32, each row's expert, -1 for padding, whose result is undefined. An
             expert's rows begin at a multiple of 128.
-        expected: rows of an expert that are likely; a hint.
+        expected: rows of an expert that are likely; a hint. 0: many.
         out: what is returned, if given.
     """
     shape = (x.values.shape[0], weight.values.shape[1])

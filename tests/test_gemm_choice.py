@@ -16,8 +16,15 @@ from pdmesh.kernels import (
     gemm_config,
     quantised,
 )
-from pdmesh.kernels.gemm_choice import Choice, Measured, choose_dense, choose_grouped
+from pdmesh.kernels.gemm_choice import (
+    Choice,
+    Measured,
+    choose_contiguous,
+    choose_dense,
+    choose_masked,
+)
 from pdmesh.kernels.gemm_config import ClusterTile, cluster_tile, split_config
+from pdmesh.kernels.routing import ALIGNMENT
 
 SHAPES = [(2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048), (8, 16)]
 
@@ -57,16 +64,34 @@ def test_torch_is_what_is_left_and_every_missing_one_is_named():
         assert got.backend == "torch"
         for name in gemm_choice.DENSE[:-1]:
             assert f"not {name}, as {name} is not there" in got.reason
-    assert choose_grouped(8, 16, missing).backend == "torch"
-    assert choose_grouped(8, 128, missing).backend == "torch"
+    assert choose_masked(8, 16, missing).backend == "torch"
+    assert choose_masked(8, 128, missing).backend == "torch"
 
 
 def test_many_experts_of_few_rows_take_the_generic_product_and_others_the_library():
-    assert choose_grouped(8, 16, {}).backend == "triton"
-    assert choose_grouped(8, 17, {}).backend == "deep_gemm"
-    assert choose_grouped(4, 16, {}).backend == "deep_gemm"
-    assert choose_grouped(8, 16, {"triton": "no triton"}).backend == "deep_gemm"
-    assert choose_grouped(8, 128, {"deep_gemm": "no"}).backend == "triton"
+    assert choose_masked(8, 16, {}).backend == "triton"
+    assert choose_masked(8, 17, {}).backend == "deep_gemm"
+    assert choose_masked(4, 16, {}).backend == "deep_gemm"
+    assert choose_masked(8, 16, {"triton": "no triton"}).backend == "deep_gemm"
+    assert choose_masked(8, 128, {"deep_gemm": "no"}).backend == "triton"
+
+
+def test_sorted_rows_take_the_library_where_its_larger_tiles_fill_up():
+    for rows, backend in ((1, "triton"), (128, "triton"), (129, "deep_gemm"), (0, "deep_gemm")):
+        assert choose_contiguous(rows, {}).backend == backend
+    assert choose_contiguous(64, {"triton": "no triton"}).backend == "deep_gemm"
+    assert choose_contiguous(1024, {"deep_gemm": "no"}).backend == "triton"
+    assert choose_contiguous(64, {"triton": "no", "deep_gemm": "no"}).backend == "torch"
+
+
+@pytest.mark.parametrize("rows", [0, 1, 16, 20, 21, 64, 128, 512, 513, 4096])
+def test_a_tile_of_sorted_rows_lies_in_one_experts_space(rows):
+    pytest.importorskip("triton")
+    from pdmesh.kernels.triton.grouped_gemm import contiguous_config
+
+    tile = contiguous_config(rows)
+    assert ALIGNMENT % tile.block_m == 0
+    assert (tile.block_m < 64) == (0 < rows <= 20)
 
 
 def test_the_library_is_not_given_tiles_that_reach_into_the_next_expert():

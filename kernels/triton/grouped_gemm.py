@@ -109,16 +109,24 @@ def grouped_gemm_kernel(
         tl.store(pointers, total.to(tl.bfloat16), mask=mask)
 
 
-def grouped_config(rows: int, n: int) -> GroupedConfig:
-    """By the rows that an expert probably has. In the contiguous layout an expert's rows fill up a
-    multiple of 128, which come together."""
+def masked_config(rows: int) -> GroupedConfig:
+    """By the rows that an expert probably has."""
     if rows <= 16:
-        return GroupedConfig(16, 128, 4, 5, True, together=8)
+        return GroupedConfig(16, 128, 4, 5, True)
     if rows <= 32:
-        return GroupedConfig(32, 128, 4, 5, True, together=4)
+        return GroupedConfig(32, 128, 4, 5, True)
     if rows <= 64:
-        return GroupedConfig(64, 128, 4, 4, together=2)
-    return GroupedConfig(128, 128, 8, 4, together=4)
+        return GroupedConfig(64, 128, 4, 4)
+    return GroupedConfig(128, 128, 8, 4)
+
+
+def contiguous_config(rows: int) -> GroupedConfig:
+    """The same; 0: many. `python -P bench/gpu_gemm.py --only sorted --tune` on an H200."""
+    if 0 < rows <= 20:
+        return GroupedConfig(32, 128, 4, 5, True, together=4)
+    if 0 < rows <= 512:
+        return GroupedConfig(64, 128, 4, 4, together=8)
+    return GroupedConfig(128, 64, 4, 4, together=2)
 
 
 def _launch(
@@ -186,14 +194,14 @@ def masked_grouped_gemm(
         out = x.values.new_empty((experts, rows, n), dtype=torch.bfloat16)
     if experts * rows == 0:
         return out
-    return _launch(x, weight, counts, out, rows, config or grouped_config(expected, n))
+    return _launch(x, weight, counts, out, rows, config or masked_config(expected))
 
 
 def contiguous_grouped_gemm(
     x: Rows,
     weight: BlockWeight,
     row_expert: Tensor,
-    expected: int = BLOCK,
+    expected: int = 0,
     *,
     out: Tensor | None = None,
     config: GroupedConfig | None = None,
@@ -209,4 +217,4 @@ def contiguous_grouped_gemm(
         out = x.values.new_empty((m, n), dtype=torch.bfloat16)
     if m == 0:
         return out
-    return _launch(x, weight, row_expert, out, m, config or grouped_config(expected, n))
+    return _launch(x, weight, row_expert, out, m, config or contiguous_config(expected))

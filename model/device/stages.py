@@ -22,6 +22,9 @@ from pdmesh.model.parallel.exchange import Channel, CombineHandle, DispatchHandl
 from pdmesh.model.parallel.nvshmem import NvshmemExperts, ReceivedContiguous, ReceivedMasked
 from pdmesh.model.parallel.schedule import WHOLE, Item, Stage
 
+LEAST_SORTED = 64
+"""Rows of an expert that a prefill expects at least."""
+
 
 @dataclass
 class DeviceFlow:
@@ -212,13 +215,16 @@ class Stages:
     def _compute(self, flow: DeviceFlow, w: MoeWeights) -> None:
         assert flow.dispatched is not None
         received = self.exchange.dispatch_recv(flow.dispatched)
+        size = self.exchange.size
+        expected = max(1, (flow.residual.shape[0] or size.tokens) * size.top_k // size.slots)
         if isinstance(received, ReceivedContiguous):
-            made = received.quantised_outputs(self.layers.ops, w.gate_up, w.down)
+            # The others may have many more rows than this rank, which tiles for few would hold up.
+            made = received.quantised_outputs(
+                self.layers.ops, w.gate_up, w.down, max(expected, LEAST_SORTED)
+            )
         else:
             assert isinstance(received, ReceivedMasked)
             rows, counts, _ = received.arrived
-            size = self.exchange.size
-            expected = max(1, (flow.residual.shape[0] or size.tokens) * size.top_k // size.slots)
             made = self.layers.masked_experts(w, rows, counts, expected)
         flow.combined = self.exchange.combine_send(flow.dispatched, received, made)
         flow.dispatched = None

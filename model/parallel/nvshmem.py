@@ -145,18 +145,23 @@ class ReceivedContiguous:
             self.made[at] = (hidden @ down[slot].t()).to(self.made.dtype)
         return self.made
 
-    def quantised_outputs(self, ops: Backends, gate_up: BlockWeight, down: BlockWeight) -> Tensor:
+    def quantised_outputs(
+        self, ops: Backends, gate_up: BlockWeight, down: BlockWeight, expected: int = 0
+    ) -> Tensor:
         """What experts in FP8 make of them: `made`, junk where there is no row.
 
-        gate_up [slots, 2 i, h], down [slots, h, i]. The host waits for nothing, and rows that are
-        not used cost neither products nor quantising, however many there is room for.
+        gate_up [slots, 2 i, h], down [slots, h, i]; `expected` rows of an expert are likely (0:
+        many). The host waits for nothing, and rows that are not used cost neither products nor
+        quantising, however many there is room for.
         """
         rows, _, _, row_expert, used = self.arrived
-        both = ops.contiguous_grouped_gemm(rows, gate_up, row_expert)
+        both = ops.contiguous_grouped_gemm(rows, gate_up, row_expert, expected)
         # All used rows are the rows of one expert in the masked layout.
         values, scales = ops.masked_silu_mul_quantise(both.unsqueeze(0), used)
         hidden = Rows(values.squeeze(0), scales.squeeze(0))
-        held: Tensor = ops.contiguous_grouped_gemm(hidden, down, row_expert, out=self.made)
+        held: Tensor = ops.contiguous_grouped_gemm(
+            hidden, down, row_expert, expected, out=self.made
+        )
         return held
 
 
