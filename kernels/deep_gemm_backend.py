@@ -78,7 +78,13 @@ def fp8_gemm(x: Rows, weight: BlockWeight, *, out: Tensor | None = None) -> Tens
 
 
 def masked_grouped_gemm(
-    x: Rows, weight: BlockWeight, counts: Tensor, expected: int, *, out: Tensor | None = None
+    x: Rows,
+    weight: BlockWeight,
+    counts: Tensor,
+    expected: int,
+    used: int = 0,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`quantised.masked_grouped_gemm`: [experts, rows, n] bfloat16, in `out` if given."""
     experts, rows, _ = x.values.shape

@@ -28,7 +28,13 @@ def choose_contiguous(expected: int, n: int, k: int) -> gemm_choice.Choice:
 
 
 def masked_grouped_gemm(
-    x: Rows, weight: BlockWeight, counts: Tensor, expected: int, *, out: Tensor | None = None
+    x: Rows,
+    weight: BlockWeight,
+    counts: Tensor,
+    expected: int,
+    used: int = 0,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `quantised.masked_grouped_gemm`."""
     from pdmesh.kernels.triton import grouped_gemm
@@ -36,7 +42,7 @@ def masked_grouped_gemm(
     experts, n, k = weight.values.shape
     chosen = choose_masked(experts, x.values.shape[1], expected, n, k).backend
     module = deep_gemm_backend if chosen == "deep_gemm" else grouped_gemm
-    output: Tensor = module.masked_grouped_gemm(x, weight, counts, expected, out=out)
+    output: Tensor = module.masked_grouped_gemm(x, weight, counts, expected, used, out=out)
     return output
 
 

@@ -118,13 +118,20 @@ def fp8_gemm(x: Rows, weight: BlockWeight) -> Tensor:
 
 
 def masked_grouped_gemm(
-    x: Rows, weight: BlockWeight, counts: Tensor, expected: int, *, out: Tensor | None = None
+    x: Rows,
+    weight: BlockWeight,
+    counts: Tensor,
+    expected: int,
+    used: int = 0,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """For each expert e the first counts[e] rows: x [experts, rows, k], weight [experts, n, k].
 
     Args:
         counts: [experts] int32, on the device.
         expected: rows of an expert that are likely; a hint.
+        used: no more experts than these have rows, by all means; 0: any may.
         out: what is returned, if given.
 
     Returns:

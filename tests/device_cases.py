@@ -92,7 +92,8 @@ def _silu_mul(gate_up):
     return torch.nn.functional.silu(gate) * up
 
 
-def _masked(x, weight, counts, expected):
+def _masked(x, weight, counts, expected, used):
+    assert int((counts > 0).sum()) <= used or not used
     dense = torch.stack([dequantise_blocks(v, s) for v, s in zip(*weight, strict=True)])
     output = torch.bmm(x.values, dense.transpose(1, 2))
     for expert, count in enumerate(counts.tolist()):

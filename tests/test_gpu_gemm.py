@@ -162,6 +162,21 @@ def test_experts_multiply_the_rows_that_count(shape, name):
     assert error(got[~unused], exact[~unused]) < 5e-3
 
 
+@pytest.mark.parametrize("used", [0, 4, 40])
+@pytest.mark.parametrize("expected", [1, 20, 64])
+def test_experts_with_rows_are_found_among_those_without(expected, used):
+    module = grouped_module("triton")
+    counts = torch.zeros(64, dtype=torch.int32, device="cuda")
+    counts[3], counts[40], counts[63] = 1, 128, 17
+    x, w = rows(1, 64, 128, 512), weight(2, 64, 384, 512)
+    unused = torch.arange(128, device="cuda") >= counts[:, None]
+    exact = wide_rows(x) @ wide_weight(w).transpose(1, 2)
+    x.values.view(torch.uint8)[unused] = NAN_BITS
+    x.scales[unused] = torch.nan
+    got = module.masked_grouped_gemm(x, w, counts, expected, used)
+    assert error(got[~unused], exact[~unused]) < 5e-3
+
+
 @pytest.mark.parametrize("name", ["triton", "deep_gemm"])
 @pytest.mark.parametrize("expected", [16, 32, 64, 128])
 def test_rows_in_groups_take_their_experts_weight(expected, name):

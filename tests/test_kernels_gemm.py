@@ -140,6 +140,21 @@ def test_experts_multiply_the_rows_that_count_and_leave_the_others(config):
     assert got[unused].isnan().all()
 
 
+@pytest.mark.parametrize("counts", [(0, 5, 0, 0, 1), (0, 0, 0, 0, 0), (20, 0, 0, 20, 0), (1, 1)])
+@pytest.mark.parametrize("used", [2, 3, 5])
+def test_experts_with_rows_are_found_among_those_without(used, counts):
+    x, w = rows(1, len(counts), 20, 144), weight(2, len(counts), 40, 144)
+    given = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    wanted = quantised.masked_grouped_gemm(x, w, given, 1)
+    unused = torch.arange(20, device=DEVICE) >= given[:, None]
+    spoil(x, unused)
+    config = GroupedConfig(16, 64, 4, 3)
+    out = poisoned(len(counts), 20, 40)
+    got = grouped_gemm.masked_grouped_gemm(x, w, given, 1, used, out=out, config=config)
+    torch.testing.assert_close(got[~unused], wanted[~unused], rtol=1e-2, atol=1e-3)
+    assert got[unused].isnan().all()
+
+
 @pytest.mark.parametrize("config", GROUPED, ids=str)
 def test_rows_in_groups_take_their_experts_weight(config):
     expert = torch.full((300,), -1, dtype=torch.int32, device=DEVICE)

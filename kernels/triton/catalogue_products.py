@@ -5,7 +5,8 @@ from __future__ import annotations
 from pdmesh.kernels.triton.entry import Entry
 
 _SPLIT = "{} {} *bf16! *fp32! *fp32! *fp32! *i32! i32! i32! i32! i32! i32 i32! i32 i32!"
-_GROUPED = "{} {} *bf16! *fp32! *fp32! *i32! i32! i32! i32! i32! i32! i32 i32! i32 i32 i32"
+_MASKED = "{} {} *bf16! *fp32! *fp32! *i32! i32! i32! i32! i32! i32! i32 i32! i32 i32"
+_SORTED = "{} {} *bf16! *fp32! *fp32! *i32! i32! i32 i32! i32! i32 i32! i32 i32"
 _ABSORB = "*bf16! *fp8e4nv! *fp32! *bf16! *bf16! i32! fp32 i32! i32! i32! i32! i32!"
 _PROJECT = "*bf16! *fp8e4nv! *fp32! *fp8e4nv! *fp32! i32! i32! i32! i32! i32!"
 
@@ -45,10 +46,11 @@ PRODUCTS = (
     *(
         Entry(
             "grouped_gemm",
-            "grouped_gemm_kernel",
-            _GROUPED.format(*_tiles(m, n, True)),
+            "masked_gemm_kernel",
+            _MASKED.format(*_tiles(m, n, True)),
             {
-                "CONTIGUOUS": contiguous,
+                "EXPERTS_PADDED": 256,
+                "FIND": find,
                 "BLOCK_M": m,
                 "BLOCK_N": n,
                 "SWAP": swap,
@@ -57,10 +59,24 @@ PRODUCTS = (
             },
             {"num_warps": warps, "num_stages": stages},
         )
-        for contiguous, m, n, swap, warps, stages in (
+        for find, m, n, swap, warps, stages in (
+            (True, 16, 128, True, 4, 5),
             (False, 16, 128, True, 4, 5),
             (False, 64, 128, False, 4, 4),
-            (True, 128, 128, False, 8, 4),
+        )
+    ),
+    *(
+        Entry(
+            "grouped_gemm",
+            "sorted_gemm_kernel",
+            _SORTED.format(*_tiles(m, n, True)),
+            {"BLOCK_M": m, "BLOCK_N": n, "SWAP": swap, "BULK": True, "EVEN": True},
+            {"num_warps": 4, "num_stages": stages},
+        )
+        for m, n, swap, stages in (
+            (32, 128, True, 5),
+            (64, 128, False, 4),
+            (128, 64, False, 4),
         )
     ),
     *(

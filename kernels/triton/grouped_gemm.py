@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from pdmesh.kernels.fp8 import BLOCK
 from pdmesh.kernels.quantised import BlockWeight, Rows
 from pdmesh.kernels.triton.block_product import block_product
+from pdmesh.kernels.triton.launch import power_of_two
 from pdmesh.kernels.triton.splitk_gemm import bulk_loads
 
 
@@ -33,80 +34,181 @@ class GroupedConfig(NamedTuple):
     together: int = 0
 
 
-@triton.jit(do_not_specialize=["together"])
-def grouped_gemm_kernel(
+@triton.jit
+def tile_of_an_expert(
     x,
     w,
     y,
     x_scales,
     w_scales,
-    groups,
-    rows_of_all,
+    row,
+    end,
+    expert,
+    column,
     n,
     k,
-    x_stride,
-    x_scale_expert,
     x_scale_row,
     x_scale_step,
     w_scale_expert,
     w_scale_row,
-    together,
-    CONTIGUOUS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SWAP: tl.constexpr,
     BULK: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """One tile. Grid: (m tiles x n tiles, m tiles fastest; experts, or 1 if CONTIGUOUS).
+    """Computes and stores rows from `row` on, up to `end`, of all of x and y, for one expert.
 
-    `groups` is the expert of each of `rows_of_all` rows if CONTIGUOUS, where `together` m tiles
-    come with all n tiles before the next m tiles do; else the rows that count of each expert, of
-    `rows_of_all` that lie there, and `together` is all m tiles.
+    `x_scales` is such that row 0 of x has its scale there.
     """
-    program = tl.program_id(0)
-    of_those = together * tl.cdiv(n, BLOCK_N)
-    row = (program // of_those * together + program % together) * BLOCK_M
-    column = (program % of_those // together) * BLOCK_N
-    if CONTIGUOUS:
-        expert = tl.load(groups + row, mask=row < rows_of_all, other=-1)
-        count = rows_of_all
-        start = 0
-        used = expert >= 0
+    total = block_product(
+        x,
+        w,
+        x_scales,
+        w_scales + expert.to(tl.int64) * w_scale_expert + (column // 128) * w_scale_row,
+        row,
+        end,
+        expert * n + column,
+        expert * n + n,
+        k,
+        k,
+        x_scale_row,
+        x_scale_step,
+        0,
+        tl.cdiv(k, 128),
+        BLOCK_M,
+        BLOCK_N,
+        SWAP,
+        BULK,
+        EVEN,
+    )
+    if SWAP:
+        total = total.T
+    rows = row + tl.arange(0, BLOCK_M)
+    columns = column + tl.arange(0, BLOCK_N)
+    pointers = y + rows.to(tl.int64)[:, None] * n + columns[None, :]
+    mask = (rows[:, None] < end) & (columns[None, :] < n)
+    tl.store(pointers, total.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def masked_gemm_kernel(
+    x,
+    w,
+    y,
+    x_scales,
+    w_scales,
+    counts,
+    experts,
+    space,
+    n,
+    k,
+    x_scale_expert,
+    x_scale_row,
+    x_scale_step,
+    w_scale_expert,
+    w_scale_row,
+    EXPERTS_PADDED: tl.constexpr,
+    FIND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr,
+    BULK: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Grid: (n tiles, m tiles at a time, experts; or if FIND, so many of them that have rows).
+
+    Each expert has `space` rows, of which the first of its count are computed.
+    """
+    place = tl.program_id(2)
+    if FIND:
+        every = tl.arange(0, EXPERTS_PADDED)
+        used = tl.load(counts + every, mask=every < experts, other=0) > 0
+        number = tl.cumsum(used.to(tl.int32), axis=0)
+        expert = tl.sum(tl.where(used & (number == place + 1), every, 0), axis=0)
+        count = tl.where(place < tl.sum(used.to(tl.int32), axis=0), tl.load(counts + expert), 0)
     else:
-        expert = tl.program_id(1)
-        count = tl.load(groups + expert)
-        start = expert * rows_of_all
-        used = row < count
-    if used:
-        total = block_product(
+        expert = place
+        count = tl.load(counts + expert)
+    start = expert * space
+    for tile in range(tl.program_id(1), tl.cdiv(count, BLOCK_M), tl.num_programs(1)):
+        tile_of_an_expert(
             x,
             w,
+            y,
             x_scales + expert.to(tl.int64) * x_scale_expert - start * x_scale_row,
-            w_scales + expert.to(tl.int64) * w_scale_expert + (column // 128) * w_scale_row,
-            start + row,
+            w_scales,
+            start + tile * BLOCK_M,
             start + count,
-            expert * n + column,
-            expert * n + n,
+            expert,
+            tl.program_id(0) * BLOCK_N,
+            n,
             k,
-            x_stride,
             x_scale_row,
             x_scale_step,
-            0,
-            tl.cdiv(k, 128),
+            w_scale_expert,
+            w_scale_row,
             BLOCK_M,
             BLOCK_N,
             SWAP,
             BULK,
             EVEN,
         )
-        if SWAP:
-            total = total.T
-        rows = row + tl.arange(0, BLOCK_M)
-        columns = column + tl.arange(0, BLOCK_N)
-        pointers = y + (start + rows).to(tl.int64)[:, None] * n + columns[None, :]
-        mask = (rows[:, None] < count) & (columns[None, :] < n)
-        tl.store(pointers, total.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit(do_not_specialize=["together"])
+def sorted_gemm_kernel(
+    x,
+    w,
+    y,
+    x_scales,
+    w_scales,
+    row_expert,
+    rows,
+    together,
+    n,
+    k,
+    x_scale_row,
+    x_scale_step,
+    w_scale_expert,
+    w_scale_row,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr,
+    BULK: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Grid: m tiles x n tiles. `together` m tiles come with all n tiles before the next m tiles do.
+
+    A tile of `rows` rows belongs to the expert of its first one; -1: nobody.
+    """
+    program = tl.program_id(0)
+    of_those = together * tl.cdiv(n, BLOCK_N)
+    row = (program // of_those * together + program % together) * BLOCK_M
+    expert = tl.load(row_expert + row, mask=row < rows, other=-1)
+    if expert >= 0:
+        tile_of_an_expert(
+            x,
+            w,
+            y,
+            x_scales,
+            w_scales,
+            row,
+            rows,
+            expert,
+            (program % of_those // together) * BLOCK_N,
+            n,
+            k,
+            x_scale_row,
+            x_scale_step,
+            w_scale_expert,
+            w_scale_row,
+            BLOCK_M,
+            BLOCK_N,
+            SWAP,
+            BULK,
+            EVEN,
+        )
 
 
 def masked_config(rows: int) -> GroupedConfig:
@@ -129,49 +231,17 @@ def contiguous_config(rows: int) -> GroupedConfig:
     return GroupedConfig(128, 64, 4, 4, together=2)
 
 
-def _launch(
-    x: Rows, weight: BlockWeight, groups: Tensor, out: Tensor, rows: int, c: GroupedConfig
-) -> Tensor:
-    experts, n, k = weight.values.shape
-    contiguous = x.values.dim() == 2
-    x_matrix, w_matrix = x.values.view(-1, k), weight.values.view(-1, k)
-    bulk = c.bulk and bulk_loads(x_matrix, w_matrix)
-    if bulk:
-        x_matrix = TensorDescriptor.from_tensor(x_matrix, [c.block_m, BLOCK])
-        w_matrix = TensorDescriptor.from_tensor(w_matrix, [c.block_n, BLOCK])
-    tiles = -(-rows // c.block_m)
-    together = min(c.together, tiles) if contiguous and c.together else tiles
-    grid = (
-        -(-tiles // together) * together * -(-n // c.block_n),
-        1 if contiguous else experts,
+def _operands(x: Rows, weight: BlockWeight, c: GroupedConfig) -> tuple[Any, Any, bool]:
+    """Values of all rows and of all experts, as the kernels take them; whether in bulk."""
+    k = weight.values.shape[2]
+    rows, weights = x.values.view(-1, k), weight.values.view(-1, k)
+    if not (c.bulk and bulk_loads(rows, weights)):
+        return rows, weights, False
+    return (
+        TensorDescriptor.from_tensor(rows, [c.block_m, BLOCK]),
+        TensorDescriptor.from_tensor(weights, [c.block_n, BLOCK]),
+        True,
     )
-    grouped_gemm_kernel[grid](
-        x_matrix,
-        w_matrix,
-        out,
-        x.scales,
-        weight.scales,
-        groups,
-        rows,
-        n,
-        k,
-        k,
-        0 if contiguous else x.scales.stride(0),
-        x.scales.stride(-2),
-        x.scales.stride(-1),
-        weight.scales.stride(0),
-        weight.scales.stride(1),
-        together,
-        CONTIGUOUS=contiguous,
-        BLOCK_M=c.block_m,
-        BLOCK_N=c.block_n,
-        SWAP=c.swap,
-        BULK=bulk,
-        EVEN=k % BLOCK == 0,
-        num_warps=c.warps,
-        num_stages=c.stages,
-    )
-    return out
 
 
 def masked_grouped_gemm(
@@ -179,6 +249,7 @@ def masked_grouped_gemm(
     weight: BlockWeight,
     counts: Tensor,
     expected: int,
+    used: int = 0,
     *,
     out: Tensor | None = None,
     config: GroupedConfig | None = None,
@@ -188,13 +259,43 @@ def masked_grouped_gemm(
     Args:
         out: bfloat16 [experts, rows, n], contiguous.
     """
-    experts, rows, _ = x.values.shape
+    experts, rows, k = x.values.shape
     n = weight.values.shape[1]
     if out is None:
         out = x.values.new_empty((experts, rows, n), dtype=torch.bfloat16)
     if experts * rows == 0:
         return out
-    return _launch(x, weight, counts, out, rows, config or masked_config(expected))
+    c = config or masked_config(expected)
+    x_values, w_values, bulk = _operands(x, weight, c)
+    find = 0 < used < experts
+    tiles, likely = -(-rows // c.block_m), -(-2 * expected // c.block_m)
+    masked_gemm_kernel[(-(-n // c.block_n), max(1, min(tiles, likely)), used if find else experts)](
+        x_values,
+        w_values,
+        out,
+        x.scales,
+        weight.scales,
+        counts,
+        experts,
+        rows,
+        n,
+        k,
+        x.scales.stride(0),
+        x.scales.stride(1),
+        x.scales.stride(2),
+        weight.scales.stride(0),
+        weight.scales.stride(1),
+        EXPERTS_PADDED=power_of_two(experts),
+        FIND=find,
+        BLOCK_M=c.block_m,
+        BLOCK_N=c.block_n,
+        SWAP=c.swap,
+        BULK=bulk,
+        EVEN=k % BLOCK == 0,
+        num_warps=c.warps,
+        num_stages=c.stages,
+    )
+    return out
 
 
 def contiguous_grouped_gemm(
@@ -212,9 +313,37 @@ def contiguous_grouped_gemm(
         out: bfloat16 [m, n], contiguous.
         config: a tile's rows divide 128.
     """
-    m, n = x.values.shape[0], weight.values.shape[1]
+    m, k = x.values.shape
+    n = weight.values.shape[1]
     if out is None:
         out = x.values.new_empty((m, n), dtype=torch.bfloat16)
     if m == 0:
         return out
-    return _launch(x, weight, row_expert, out, m, config or contiguous_config(expected))
+    c = config or contiguous_config(expected)
+    x_values, w_values, bulk = _operands(x, weight, c)
+    tiles = -(-m // c.block_m)
+    together = min(c.together or tiles, tiles)
+    sorted_gemm_kernel[(-(-tiles // together) * together * -(-n // c.block_n),)](
+        x_values,
+        w_values,
+        out,
+        x.scales,
+        weight.scales,
+        row_expert,
+        m,
+        together,
+        n,
+        k,
+        x.scales.stride(0),
+        x.scales.stride(1),
+        weight.scales.stride(0),
+        weight.scales.stride(1),
+        BLOCK_M=c.block_m,
+        BLOCK_N=c.block_n,
+        SWAP=c.swap,
+        BULK=bulk,
+        EVEN=k % BLOCK == 0,
+        num_warps=c.warps,
+        num_stages=c.stages,
+    )
+    return out

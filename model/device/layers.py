@@ -137,12 +137,17 @@ class Layers:
         routing: Routing = self.ops.gate_topk(normed, w.router, w.bias, rule, num_rows)
         return routing
 
-    def masked_experts(self, w: MoeWeights, rows: Rows, counts: Tensor, expected: int) -> Tensor:
-        """Rows [experts, most, hidden], counts[e] of each, through their experts: bfloat16."""
+    def masked_experts(
+        self, w: MoeWeights, rows: Rows, counts: Tensor, expected: int, used: int = 0
+    ) -> Tensor:
+        """Rows [experts, most, hidden], counts[e] of each, through their experts: bfloat16.
+
+        `expected` of each are likely, and no more than `used` experts have any (0: all may).
+        """
         ops = self.ops
-        gate_up = ops.masked_grouped_gemm(rows, w.gate_up, counts, expected)
+        gate_up = ops.masked_grouped_gemm(rows, w.gate_up, counts, expected, used)
         hidden = ops.masked_silu_mul_quantise(gate_up, counts)
-        outputs: Tensor = ops.masked_grouped_gemm(hidden, w.down, counts, expected)
+        outputs: Tensor = ops.masked_grouped_gemm(hidden, w.down, counts, expected, used)
         return outputs
 
     def _moe(self, w: MoeWeights, rows: Rows, normed: Tensor, num_rows: Tensor | None) -> Tensor:
@@ -156,7 +161,7 @@ class Layers:
             capacity = round_up(m) if normed.is_cuda else m
             rows_of, targets, _ = ops.permute_masked(rows, ids, places, experts, capacity)
             expected = max(1, m * rule.top_k // experts)
-            outputs = self.masked_experts(w, rows_of, routed.counts, expected)
+            outputs = self.masked_experts(w, rows_of, routed.counts, expected, m * rule.top_k)
         else:
             capacity = contiguous_capacity(m, rule.top_k, experts)
             expected = -(-m * rule.top_k // experts)
