@@ -1,4 +1,4 @@
-"""Experts' products in the contiguous layout for bench/gpu_gemm.py: tiles by the rows they have."""
+"""Experts' products for bench/gpu_gemm.py with rows drawn at random: sorted, or few."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from pdmesh.kernels.triton.grouped_gemm import GroupedConfig
 
 EXPERTS = {256: (16, 32, 64, 128, 256), 32: (64, 256, 1024)}
 """And rows that one has on average."""
+FEW, ROWS = (256, 8), (1, 4, 16, 64, 256, 512)
+"""Experts and choices of a row, and rows of a step."""
 SHAPES = ((4096, 7168), (7168, 2048))
 TILES = (
     GroupedConfig(16, 128, 4, 5, True, together=8),
@@ -76,6 +78,49 @@ def drawn(experts: int, each: int, generator: torch.Generator) -> Tensor:
     return torch.where(used, expert, -1).int()
 
 
+def ends_compared(x: Rows, w: BlockWeight, expert: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows are compared, those of the first and the last expert that have any, and theirs."""
+    first, last = int(expert[expert >= 0].min()), int(expert.max())
+    made = expert.new_zeros((len(expert), w.values.shape[1]), dtype=torch.float64)
+    for e in {first, last}:
+        one = Rows(x.values[expert == e], x.scales[expert == e])
+        made[expert == e] = exact_rows(one) @ exact_weight(BlockWeight(*(v[e] for v in w))).t()
+    compared = (expert == first) | (expert == last)
+    return compared, made[compared]
+
+
+def measure_few(measure: Callable[..., None], generator: torch.Generator) -> None:
+    """A step's few rows, each for eight of 256 experts, in the masked layout."""
+    backends: dict[str, Callable[..., Tensor]] = {
+        "deep_gemm": deep_gemm_backend.masked_grouped_gemm,
+        "all looked at": lambda x, w, counts, expected, used: grouped_gemm.masked_grouped_gemm(
+            x, w, counts, expected
+        ),
+        "used ones": grouped_gemm.masked_grouped_gemm,
+    }
+    experts, top = FEW
+    for n, k in SHAPES:
+        w = weight(generator, experts, n, k)
+        for m in ROWS:
+            space = -(-m // ALIGNMENT) * ALIGNMENT
+            noise = torch.rand(m, experts, generator=generator, device=generator.device)
+            counts = torch.bincount(noise.topk(top).indices.flatten(), minlength=experts).int()
+            x = rows(generator, experts, space, k)
+            there = torch.arange(space, device=counts.device) < counts[:, None]
+            expert = torch.where(there, torch.arange(experts, device=counts.device)[:, None], -1)
+            flat = Rows(x.values.flatten(0, 1), x.scales.flatten(0, 1))
+            compared, exact = ends_compared(flat, w, expert.flatten())
+            limit = int((counts > 0).sum()) * n * k / BYTES_PER_S * 1e6
+
+            def look(made: Tensor, at: Tensor = compared) -> Tensor:
+                return made.flatten(0, 1)[at]
+
+            for name, product in backends.items():
+                sets = [(x, w, counts, -(-m * top // experts), m * top)]
+                case = f"{experts} masked {n} x {k}"
+                measure(case, m, name, limit, product, sets, exact, look)
+
+
 def measure_sorted(measure: Callable[..., None], generator: torch.Generator, tuned: bool) -> None:
     """`measure` is `gpu_gemm.Table.measure`; `tuned`: all of TILES, not those that are in use."""
     backends: dict[str, Callable[..., Tensor]] = {
@@ -91,12 +136,7 @@ def measure_sorted(measure: Callable[..., None], generator: torch.Generator, tun
         for each in EXPERTS[experts]:
             expert = drawn(experts, each, generator)
             x = rows(generator, len(expert), k)
-            compared = (expert == 0) | (expert == experts - 1)
-            parts = []
-            for e in (0, experts - 1):
-                one = Rows(x.values[expert == e], x.scales[expert == e])
-                of = BlockWeight(w.values[e], w.scales[e])
-                parts.append(exact_rows(one) @ exact_weight(of).t())
+            compared, exact = ends_compared(x, w, expert)
             size = experts * n * k
             limit = max(size / BYTES_PER_S, 2 * each * size / FP8_PER_S) * 1e6
             case = f"{experts} sorted {n} x {k}"
@@ -106,4 +146,4 @@ def measure_sorted(measure: Callable[..., None], generator: torch.Generator, tun
 
             for name, product in backends.items():
                 sets: list[tuple[Any, ...]] = [(x, w, expert, each)]
-                measure(case, each, name, limit, product, sets, torch.cat(parts), look)
+                measure(case, each, name, limit, product, sets, exact, look)

@@ -43,7 +43,7 @@ from gemm_cases import (  # noqa: E402
     rows,
     weight,
 )
-from gemm_sorted import compile_sorted, measure_sorted, sorted_tasks  # noqa: E402
+from gemm_sorted import compile_sorted, measure_few, measure_sorted, sorted_tasks  # noqa: E402
 
 from pdmesh.kernels import (  # noqa: E402
     cublaslt_backend,
@@ -242,6 +242,7 @@ def main() -> None:
         "dense": lambda: dense(table, generator, rows_tried),
         "heads": lambda: heads(table, generator, [m for m in rows_tried if m >= 64]),
         "grouped": lambda: grouped(table, generator),
+        "few": lambda: measure_few(table.measure, generator),
         "sorted": lambda: measure_sorted(table.measure, generator, given.tune),
     }.items():
         if name.startswith(given.only):

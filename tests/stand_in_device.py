@@ -363,6 +363,7 @@ def gpu_gemm():
     import gemm_sorted
 
     gemm_sorted.EXPERTS, gemm_sorted.SHAPES = {3: (5,)}, ((128, 256),)
+    gemm_sorted.FEW, gemm_sorted.ROWS = (4, 2), (1, 3)
     gemm_tune.CLUSTERS = {name: gemm_tune.CLUSTERS[name] for name in gemm_cases.SHAPES}
     return bench.main
 
