@@ -79,14 +79,15 @@ def _fitted(
                 _check_fit(plans, memory_of(device)[0], asked)
             return found
         except ConfigError:
+            now = [one.rows for one in found]
             smaller = [
-                [rows for rows in own if rows < one.rows] or [one.rows]
-                for own, one in zip(choices, found, strict=True)
+                [rows for rows in own if rows < most] or [most]
+                for own, most in zip(choices, now, strict=True)
             ]
-            if smaller == [[one.rows] for one in found]:
+            if smaller == [[most] for most in now]:
                 raise
-            largest = max(one.rows for one in found)
-            reason = f"workers do not fit together beside steps of {largest} rows"
+            largest = max(most for own, most in zip(smaller, now, strict=True) if own != [most])
+            reason = reason or f"workers do not fit together beside steps of {largest} rows"
             choices = smaller
 
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from pdmesh.kvcache.eviction import EvictionName
 from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS
+from pdmesh.prefill.scheduler import PrefillScheduler
 from pdmesh.wire.worker_config import WorkerConfig
 
 STEP_PROMPTS = 32
-"""Prompts that end in one step, at most, in the count of its memory."""
+"""Prompts of one step, at most, on a GPU; those that end in it, in the count of its memory."""
 AUTO_CHUNK = 0
 """``chunk_tokens``: what suits the device."""
 LEAST_CHUNK = 512
@@ -37,6 +38,25 @@ def chunk_choices(chunk_tokens: int, device: str, ranks: int) -> tuple[int, ...]
 def step_rows(chunk_tokens: int, page_size: int) -> int:
     """Rows of the largest step."""
     return chunk_tokens + page_size
+
+
+def scheduler_on(
+    device: str, chunk_tokens: int, page_size: int, max_queue: int
+) -> PrefillScheduler:
+    """The scheduler of a worker on a device, with steps of up to so many tokens.
+
+    A step on a GPU reads the experts' weights, few rows or many; so prompts join it until it is
+    full. They are no more than the count of its memory has.
+    """
+    if device.startswith("cpu"):
+        return PrefillScheduler(chunk_tokens, page_size, max_queue)
+    return PrefillScheduler(
+        chunk_tokens,
+        page_size,
+        max_queue,
+        join_tokens=chunk_tokens,
+        most_prompts=STEP_PROMPTS,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,11 +32,17 @@ from pdmesh.model.served import (
     store_dtype,
 )
 from pdmesh.model.starting import start_model
-from pdmesh.prefill.config import AUTO_CHUNK, STEP_PROMPTS, PrefillConfig, chunk_choices, step_rows
+from pdmesh.prefill.config import (
+    AUTO_CHUNK,
+    STEP_PROMPTS,
+    PrefillConfig,
+    chunk_choices,
+    scheduler_on,
+    step_rows,
+)
 from pdmesh.prefill.facts import PrefillStepFacts
 from pdmesh.prefill.metrics import PrefillMetrics
 from pdmesh.prefill.runner import PrefillRunner
-from pdmesh.prefill.scheduler import PrefillScheduler
 from pdmesh.prefill.sending import page_sender
 from pdmesh.prefill.warming import warm_up, warm_up_rank
 from pdmesh.prefill.work import PrefillLimits
@@ -129,7 +135,7 @@ async def _serve(config: PrefillConfig, shared: MappedWeights | None) -> None:
         PrefillRunner(called, store, fmt.page_size, fmt.mtp_layers > 0, fmt.arithmetic, watchdog),
         kv,
         store,
-        PrefillScheduler(config.chunk_tokens, fmt.page_size, config.max_queue),
+        scheduler_on(config.device, config.chunk_tokens, fmt.page_size, config.max_queue),
         limits,
         sender=sender,
     )

@@ -1,5 +1,7 @@
 """How many tokens a prefill step may have where nobody says: what suits the device, if it fits."""
 
+import contextlib
+
 import pytest
 
 from pdmesh.launch import probe
@@ -18,7 +20,8 @@ from pdmesh.wire.random_weights import RandomWeights
 H200 = Machine(
     "2.11.0", "13.0", 2 * (("NVIDIA H200", (9, 0)),), triton=True, compiler=True, nvcc=True
 )
-TOTAL = 150_700_000_000
+GB = 10**9
+LARGE = 200 * GB
 FULL = {"random_weights": True, "layers": 8, "mtp": False}
 
 
@@ -127,7 +130,7 @@ def test_enough_is_what_was_asked_for_or_a_prompt_of_the_whole_context():
     assert least_pages(config, random, 64, 9) == 9
 
 
-def on_h200(monkeypatch, free, total=TOTAL):
+def on_h200(monkeypatch, free, total=LARGE):
     for module in ("planning", "machine"):
         monkeypatch.setattr(f"pdmesh.model.{module}.this_machine", lambda: H200)
     monkeypatch.setattr(planning, "memory_of", lambda _: (free, total))
@@ -146,8 +149,20 @@ def chosen(topology):
     return topology.prefill.chunk_tokens, " ".join(lines)
 
 
+def over(sizes, of):
+    """By size, what is chosen there; sizes at which the mesh is refused are left out."""
+    found = {}
+    for size in sizes:
+        with contextlib.suppress(ConfigError):
+            found[size] = of(size)
+    return found
+
+
+ALL = {512, 1024, 2048, 4096}
+
+
 def test_a_large_gpu_has_steps_of_4096_tokens_and_its_workers_are_told(monkeypatch):
-    on_h200(monkeypatch, TOTAL)
+    on_h200(monkeypatch, LARGE)
     topology, lines = check_machine(mesh(), probe.answer)
     assert "prefill steps have up to 4096 tokens: what cuda wants" in lines
     arguments = worker_spec(topology, "prefill", "prefill-0", shipped_config("small"), 0).arguments
@@ -155,53 +170,53 @@ def test_a_large_gpu_has_steps_of_4096_tokens_and_its_workers_are_told(monkeypat
 
 
 def test_a_gpu_with_less_room_has_smaller_steps_before_anything_is_refused(monkeypatch):
-    found = {}
-    for total in range(135, 150):
-        on_h200(monkeypatch, total * 10**9, total * 10**9)
-        try:
-            found[total], said = chosen(mesh())
-        except ConfigError as error:
-            found[total] = str(error)
-            told = mesh(prefill={"chunk_tokens": 512})
-            with pytest.raises(ConfigError):
-                chosen(told)
-            continue
-        assert ("rows" in said) == (found[total] < 4096), said
-    numbers = [chunk for chunk in found.values() if isinstance(chunk, int)]
+    def on(total, **sections):
+        on_h200(monkeypatch, total, total)
+        return chosen(mesh(**sections))
+
+    sizes = range(130 * GB, LARGE, GB // 2)
+    found = over(sizes, on)
+    assert all(("4160 rows" in said) == (chunk < 4096) for chunk, said in found.values()), found
+    numbers = [chunk for chunk, _ in found.values()]
     assert numbers == sorted(numbers)
-    assert set(numbers) == {512, 1024, 2048, 4096}
-    assert "does not fit" in str(found[135])
-
-
-def test_a_step_that_was_given_is_refused_where_the_device_would_have_chosen_less(monkeypatch):
-    total = 140 * 10**9
-    on_h200(monkeypatch, total, total)
-    assert chosen(mesh())[0] < 4096
+    assert set(numbers) == ALL
+    smallest = over(sizes, lambda total: on(total, prefill={"chunk_tokens": 512}))
+    assert list(found) == list(smallest), "refused where 512 do not fit, and nowhere else"
     with pytest.raises(ConfigError, match="the model does not fit"):
-        chosen(mesh(prefill={"chunk_tokens": 4096}))
+        on(min(found), prefill={"chunk_tokens": 4096})
 
 
 def test_pages_that_were_asked_for_come_before_large_steps(monkeypatch):
-    on_h200(monkeypatch, TOTAL)
-    few, many = (chosen(mesh(prefill={"pages": pages}))[0] for pages in (100, 8000))
-    assert (few, many) == (4096, 2048)
+    on_h200(monkeypatch, LARGE)
+    asked_for = range(10_000, 60_000, 200)
+    found = over(asked_for, lambda pages: chosen(mesh(prefill={"pages": pages}))[0])
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert set(found.values()) == ALL
 
 
 def test_workers_that_fit_together_only_with_smaller_steps_get_them(monkeypatch):
-    on_h200(monkeypatch, 131 * 10**9, 180 * 10**9)
-    chunk, said = chosen(mesh())
-    assert chunk < 4096
-    assert "workers do not fit together beside steps of 4160 rows" in said
+    def with_free(free):
+        on_h200(monkeypatch, free, 300 * GB)
+        return chosen(mesh())
+
+    found = over(range(126 * GB, 150 * GB, GB // 4), with_free)
+    assert {chunk for chunk, _ in found.values()} == ALL
+    for chunk, said in found.values():
+        together = "workers do not fit together beside steps of 4160 rows" in said
+        assert together == (chunk < 4096)
 
 
 def test_all_prefill_workers_have_the_steps_of_the_one_with_the_least_room(monkeypatch):
-    on_h200(monkeypatch, TOTAL)
-    room = {"cuda:0": (TOTAL, TOTAL), "cuda:1": (68 * 10**9, TOTAL)}
-    monkeypatch.setattr(planning, "memory_of", room.__getitem__)
-    two = mesh("cuda:0,cuda:1", prefill={"workers": 2})
-    assert 512 <= chosen(two)[0] < 4096
-    room["cuda:1"] = room["cuda:0"]
-    assert chosen(two)[0] == 4096
+    on_h200(monkeypatch, LARGE)
+    room = {"cuda:0": (300 * GB, 300 * GB)}
+    monkeypatch.setattr(planning, "memory_of", lambda device: room[device])
+
+    def with_free(free):
+        room["cuda:1"] = (free, 300 * GB)
+        return chosen(mesh("cuda:0,cuda:1", prefill={"workers": 2}))[0]
+
+    found = over(range(63 * GB, 90 * GB, GB // 4), with_free)
+    assert set(found.values()) == ALL
 
 
 def test_a_mesh_on_a_cpu_is_told_nothing_new(monkeypatch):
