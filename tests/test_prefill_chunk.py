@@ -131,6 +131,8 @@ def test_enough_is_what_was_asked_for_or_a_prompt_of_the_whole_context():
 
 
 def on_h200(monkeypatch, free, total=LARGE):
+    """With so much memory, of which a row of a step takes a MB."""
+    monkeypatch.setattr(planning, "step_bytes", lambda config, rows, *_, **__: rows * 10**6)
     for module in ("planning", "machine"):
         monkeypatch.setattr(f"pdmesh.model.{module}.this_machine", lambda: H200)
     monkeypatch.setattr(planning, "memory_of", lambda _: (free, total))

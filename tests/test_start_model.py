@@ -21,7 +21,8 @@ class Loading:
 
 
 def started(monkeypatch, tmp_path, gigabytes, rows=ROWS, **given):
-    """In FP8, on a machine with so much memory."""
+    """In FP8, on a machine with so much memory, of which a row of a step takes 100 kB."""
+    monkeypatch.setattr(planning, "step_bytes", lambda config, rows, *_, **__: rows * 10**5)
     monkeypatch.setattr(planning, "memory_of", lambda _: (int(gigabytes * 1e9),) * 2)
     monkeypatch.setattr(starting, "load_served_model", lambda *_, **__: (None, None))
     config = PrefillConfig(
