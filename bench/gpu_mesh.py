@@ -109,7 +109,7 @@ def topology(options: argparse.Namespace) -> str:
     pages = f"pages = {max(256, 2 * max(options.at_once) * each)}\n"
     if options.device != "cpu":
         pages = ""
-    chunk = f"chunk_tokens = {options.chunk}\n"
+    chunk = f"chunk_tokens = {options.chunk}\n" if options.chunk else ""
     batch = f"max_batch = {max(options.at_once)}\nmetrics_port = 9300\n"
     return f"[prefill]\n{pages}{chunk}[decode]\n{pages}{batch}"
 
@@ -288,7 +288,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=2, metavar="N", help="requests after another (default: 2)")
     add("--prompt", type=int, metavar="N", help="tokens (default: 2048 on a GPU, else 128)")
     add("--output", type=int, metavar="N", help="tokens (default: 128 on a GPU, else 32)")
-    add("--chunk", type=int, default=1024, metavar="N", help="most tokens of a step of prefill")
+    add("--chunk", type=int, default=0, metavar="N", help="of a step of prefill (default: auto)")
     add("--budget-s", type=float, default=480.0, metavar="S", help="for all of it (default: 480)")
     add("--seed", type=int, default=0, help="of the prompts")
     add("--json", type=Path, metavar="FILE", help="default: $OUT/gpu_mesh.json")
@@ -299,8 +299,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.at_once = sorted(options.at_once or ([1, 4] if cpu else [1, 16, 64]))
     options.prompt = options.prompt or (128 if cpu else 2048)
     options.output = options.output or (32 if cpu else 128)
-    if min(*options.at_once, options.rounds, options.prompt, options.output, options.chunk) < 1:
-        parser.error("--at-once, --rounds, --prompt, --output and --chunk must be at least 1")
+    if min(*options.at_once, options.rounds, options.prompt, options.output) < 1:
+        parser.error("--at-once, --rounds, --prompt and --output must be at least 1")
+    if options.chunk < 0:
+        parser.error("--chunk is a number of tokens, or 0 for what the device wants")
     if options.config == SHIPPED and (options.layers or options.experts):
         parser.error("--layers and --experts are for random weights, not for the shipped model")
     if options.budget_s <= STOP_S:
@@ -320,6 +322,7 @@ def measure_all(
         results["ready_s"] = mesh.ready_s
         results["plan"] = [line for line in mesh.lines if ": weights " in line]
         results["loaded_s"] = mesh.said(r"event=loaded .*seconds=([\d.]+)")
+        results["step_tokens"] = mesh.said(r'event="step chosen" .*tokens=(\d+)')
         print(f"ready in {mesh.ready_s:.1f} s; weights: {results['loaded_s']} s")
         print("\n".join(results["plan"]))
         client = Client(mesh, options, layers_of(options))

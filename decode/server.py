@@ -86,7 +86,7 @@ async def _serve(config: DecodeConfig, shared: MappedWeights | None) -> None:
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
     loading = partial(LoadingLog, config.worker_id, config.model_path)
-    rows = step_rows(config.max_batch, config.draft_tokens)
+    rows = (step_rows(config.max_batch, config.draft_tokens),)
     started = start_model(config, "decode", rows, config.max_batch, loading, shared)
     config = replace(config, pages=started.pages)
     model, fmt, ranks, spread = started.model, started.fmt, started.ranks, started.spread

@@ -14,7 +14,7 @@ import msgspec
 from pdmesh.decode.config import step_rows as decode_rows
 from pdmesh.launch.processes import device_of, environment
 from pdmesh.launch.topology import AUTO_PAGES, Topology, WorkersSection
-from pdmesh.prefill.config import STEP_PROMPTS
+from pdmesh.prefill.config import AUTO_CHUNK, STEP_PROMPTS, chunk_choices
 from pdmesh.prefill.config import step_rows as prefill_rows
 from pdmesh.wire.errors import ConfigError
 
@@ -22,7 +22,7 @@ Probe = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 _PROBE_S = 120.0
 
 
-def check_machine(topology: Topology, probe: Probe | None = None) -> list[str]:
+def check_machine(topology: Topology, probe: Probe | None = None) -> tuple[Topology, list[str]]:
     """Asks for devices, packages and memory where workers are to compute on a device, or to make
     weights; the shipped way on a CPU asks nothing.
 
@@ -30,19 +30,28 @@ def check_machine(topology: Topology, probe: Probe | None = None) -> list[str]:
         probe: answers ``asked(topology)``; by default a process that ends then.
 
     Returns:
-        Lines about the memory that each worker will have, and about what is missing but not needed.
+        The topology, with the tokens of a prefill step where the device was to choose them, so that
+        all workers have the same; and lines about the memory that each worker will have, and about
+        what is missing but not needed.
 
     Raises:
         ConfigError: they cannot; one sentence with the fix.
     """
     if topology.model.device == "cpu" and topology.random is None:
-        return []
+        return topology, []
     found = (probe or _process)(asked(topology))
     if "problem" in found:
         key = "random_weights" if topology.model.device == "cpu" else "device"
         with topology.blamed("model", key):
             raise ConfigError(found["problem"])
-    return list(found["lines"])
+    lines, rows = list(found["lines"]), found.get("prefill_rows")
+    device, told = topology.model.device, topology.prefill.chunk_tokens != AUTO_CHUNK
+    if rows is None or told or device == "cpu":
+        return topology, lines
+    chunk = rows - prefill_rows(0, topology.model.page_size)
+    why = found["reason"] or f"what {device} wants"
+    lines.append(f"prefill steps have up to {chunk} tokens: {why}")
+    return topology.changed("prefill", "the device", chunk_tokens=chunk), lines
 
 
 def asked(topology: Topology) -> dict[str, Any]:
@@ -66,7 +75,7 @@ def asked(topology: Topology) -> dict[str, Any]:
         "shared": model.share_weights,
         "workers": [
             {"device": device, "count": count, "share": _share(device, placed)}
-            | _role(topology, role)
+            | _role(topology, role, device)
             for (role, device), count in placed.items()
         ],
     }
@@ -78,13 +87,14 @@ def _share(device: str, placed: Mapping[tuple[str, str], int]) -> float:
     return 1.0 if device == "cpu" else 1.0 / here
 
 
-def _role(topology: Topology, role: str) -> dict[str, Any]:
+def _role(topology: Topology, role: str, device: str) -> dict[str, Any]:
     section: WorkersSection = getattr(topology, role)
     told = (role, "pages") in topology.origins or topology.model.device == "cpu"
     if role == "prefill":
-        rows = prefill_rows(topology.prefill.chunk_tokens, topology.model.page_size)
+        chunks = chunk_choices(topology.prefill.chunk_tokens, device, section.ep)
+        rows = [prefill_rows(chunk, topology.model.page_size) for chunk in chunks]
     else:
-        rows = decode_rows(topology.decode.max_batch, topology.draft_tokens)
+        rows = [decode_rows(topology.decode.max_batch, topology.draft_tokens)]
     return {
         "role": role,
         "pages": section.pages if told else AUTO_PAGES,

@@ -135,7 +135,12 @@ def add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--threads", type=int, help="workers: threads (default: all cores)")
     serve.add_argument("--eviction", metavar="NAME", help="workers: lru or returns")
     serve.add_argument("--no-replica-hints", action="store_true", help="workers: plain lru")
-    serve.add_argument("--chunk-tokens", type=int, help="prefill: most tokens in one step")
+    serve.add_argument(
+        "--chunk-tokens",
+        type=_number_or_word,
+        metavar="N",
+        help="prefill: most tokens in one step, or auto (default): 512 on a CPU, 4096 on a GPU",
+    )
     serve.add_argument("--max-queue", type=int, metavar="N", help="prefill: prompts that may wait")
     serve.add_argument("--max-batch", type=int, help="decode: most sequences in one step")
     serve.add_argument(

@@ -14,52 +14,115 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pdmesh.model.device.memory import MemoryPlan
+    from pdmesh.model.fitting import Fitted
 
-_SIZES = ("share", "pages", "rows", "sequences", "ranks", "redundant", "threshold")
+_SIZES = ("share", "pages", "sequences", "ranks", "redundant", "threshold")
 
 
 def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Either a ``problem``, one sentence with the fix, or ``lines`` about what was planned."""
-    import msgspec
-
+    """Either a ``problem``, one sentence with the fix, or ``lines`` about what was planned,
+    ``prefill_rows`` that the largest step of any prefill worker may have, and the ``reason`` why
+    these are fewer than were wanted, or ""."""
     from pdmesh.model.device.memory import GB
     from pdmesh.model.machine import remarks, this_machine
-    from pdmesh.model.planning import memory_of, plan_pages
+    from pdmesh.model.planning import memory_of
     from pdmesh.model.served import Placing
     from pdmesh.wire.errors import ConfigError
-    from pdmesh.wire.random_weights import RandomWeights
 
-    random = msgspec.convert(asked["random"], RandomWeights | None)
-    shared = {key: asked[key] for key in ("mtp", "page_size", "dtype")}
     devices = list(dict.fromkeys(worker["device"] for worker in asked["workers"]))
     lines: list[str] = []
+    prefill: list[Fitted] = []
     try:
         for device in devices:
-            placing, plans = Placing(device, asked["precision"], asked["latents"]), []
-            for worker in asked["workers"]:
-                if worker["device"] != device:
-                    continue
-                _, plan = plan_pages(
-                    Path(asked["path"]),
-                    placing,
-                    random=random,
-                    **shared,
-                    weights="to hold" if asked["shared"] else "own",
-                    **{key: worker[key] for key in _SIZES},
-                )
-                if plan is not None:
-                    plans.append((worker["count"], plan))
+            workers = [worker for worker in asked["workers"] if worker["device"] == device]
+            fitted = _fitted(asked, device, workers)
+            for worker, found in zip(workers, fitted, strict=True):
+                if worker["role"] == "prefill":
+                    prefill.append(found)
+                if found.plan is not None:
                     each = f"each of {worker['count']} " if worker["count"] > 1 else ""
-                    lines.append(f"{each}{worker['role']} on {device}: {plan.describe()}")
-            if plans:
+                    lines.append(f"{each}{worker['role']} on {device}: {found.plan.describe()}")
+            if any(found.plan is not None for found in fitted):
                 free = memory_of(device)[0]
-                _check_fit(plans, free, asked)
                 lines.append(f"{free / GB:.1f} GB are free {_where(device, devices)}now")
     except ConfigError as error:
         return {"problem": error.message}
     if devices != ["cpu"]:
+        placing = Placing(devices[0], asked["precision"], asked["latents"])
         lines += remarks(this_machine(), devices[0], placing.chosen)
-    return {"lines": lines}
+    least = min(prefill, key=lambda found: found.rows)
+    return {"lines": lines, "prefill_rows": least.rows, "reason": least.reason}
+
+
+def _fitted(
+    asked: Mapping[str, Any], device: str, workers: Sequence[Mapping[str, Any]]
+) -> list[Fitted]:
+    """What each kind of worker on a device has room for: where all together do not fit, with
+    smaller steps."""
+    from pdmesh.model.planning import memory_of
+    from pdmesh.wire.errors import ConfigError
+
+    choices = [list(worker["rows"]) for worker in workers]
+    reason = ""
+    while True:
+        found = [
+            _one(asked, device, worker, rows, reason)
+            for worker, rows in zip(workers, choices, strict=True)
+        ]
+        plans = [
+            (worker["count"], one.plan)
+            for worker, one in zip(workers, found, strict=True)
+            if one.plan is not None
+        ]
+        try:
+            if plans:
+                _check_fit(plans, memory_of(device)[0], asked)
+            return found
+        except ConfigError:
+            now = [one.rows for one in found]
+            smaller = [
+                [rows for rows in own if rows < most] or [most]
+                for own, most in zip(choices, now, strict=True)
+            ]
+            if smaller == [[most] for most in now]:
+                raise
+            largest = max(most for own, most in zip(smaller, now, strict=True) if own != [most])
+            reason = reason or f"workers do not fit together beside steps of {largest} rows"
+            choices = smaller
+
+
+def _one(
+    asked: Mapping[str, Any],
+    device: str,
+    worker: Mapping[str, Any],
+    choices: Sequence[int],
+    reason: str,
+) -> Fitted:
+    """What a worker has room for; `reason`: why larger steps are not among the choices."""
+    from dataclasses import replace
+
+    import msgspec
+
+    from pdmesh.model.fitting import fit_steps, least_pages
+    from pdmesh.model.planning import plan_pages
+    from pdmesh.model.served import Placing
+    from pdmesh.wire.random_weights import RandomWeights
+
+    path, random = Path(asked["path"]), msgspec.convert(asked["random"], RandomWeights | None)
+    found = fit_steps(
+        choices,
+        lambda: least_pages(path, random, asked["page_size"], worker["pages"]),
+        lambda rows: plan_pages(
+            path,
+            Placing(device, asked["precision"], asked["latents"]),
+            random=random,
+            **{key: asked[key] for key in ("mtp", "page_size", "dtype")},
+            weights="to hold" if asked["shared"] else "own",
+            rows=rows,
+            **{key: worker[key] for key in _SIZES},
+        ),
+    )
+    return replace(found, reason=reason or found.reason)
 
 
 def _check_fit(

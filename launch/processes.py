@@ -21,6 +21,7 @@ from pdmesh.launch.topology import (
     WorkersSection,
     cores,
 )
+from pdmesh.prefill.config import AUTO_CHUNK
 from pdmesh.wire.errors import ConfigError
 
 PARENT_VARIABLE = "PDMESH_PARENT"
@@ -178,8 +179,9 @@ def _expert_arguments(section: WorkersSection) -> tuple[str, ...]:
 
 def _prefill_arguments(topology: Topology) -> tuple[str, ...]:
     section = topology.prefill
+    chunk = section.chunk_tokens
     return (
-        *("--chunk-tokens", str(section.chunk_tokens)),
+        *("--chunk-tokens", "auto" if chunk == AUTO_CHUNK else str(chunk)),
         *("--max-queue", str(section.max_queue)),
     )
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, get_args
 from pdmesh.kvcache.eviction import EvictionName
 from pdmesh.kvtransfer.choice import DEFAULT_TRANSPORTS, TRANSPORTS
 from pdmesh.launch.settings import check_value, shown, unknown
+from pdmesh.prefill.config import AUTO_CHUNK
 from pdmesh.router.policies import DEFAULT_POLICY, POLICY_NAMES
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Arithmetic
@@ -128,7 +129,13 @@ class WorkersSection:
 class PrefillSection(WorkersSection):
     """``[prefill]``: the workers that compute prompts."""
 
-    chunk_tokens: int = _number(512, 1, 1_000_000, "most tokens in one step, but at least a page")
+    chunk_tokens: int = _number(
+        AUTO_CHUNK,
+        1,
+        1_000_000,
+        "most tokens in one step, but at least a page; auto: 512 on a CPU, 4096 on a GPU",
+        {"auto": AUTO_CHUNK},
+    )
     max_queue: int = _number(1024, 1, 1_000_000, "prompts that may wait")
 
 

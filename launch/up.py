@@ -37,7 +37,8 @@ def up(arguments: argparse.Namespace) -> int:
     with topology.blamed("mesh", "host"):
         check_host(topology.mesh.host)
     check_together(topology)
-    for line in check_machine(topology):
+    topology, lines = check_machine(topology)
+    for line in lines:
         say(f"pdmesh: {line}")
     name, default = topology.mesh.name, Topology().mesh.name
     explicit = name != default or arguments.name is not None

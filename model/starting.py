@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pdmesh.model.deepseek import DeepseekV3
 from pdmesh.model.device.memory import GB
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.spread import Spread
+from pdmesh.model.fitting import fit_steps, least_pages
 from pdmesh.model.parallel.serving import Ranks, planned_spread
 from pdmesh.model.planning import plan_pages
 from pdmesh.model.served import Placing, load_served_model
@@ -42,6 +43,8 @@ class Started:
         ranks: the group that it is to join.
         spread: its part of a model in FP8, if it is a rank of one.
         pages: of its pool.
+        rows: of its largest step.
+        reason: why that has not more rows; empty where nobody wanted more.
     """
 
     model: DeepseekV3 | DeviceModel
@@ -49,12 +52,14 @@ class Started:
     ranks: Ranks
     spread: Spread | None
     pages: int
+    rows: int
+    reason: str
 
 
 def start_model(
     config: WorkerConfig,
     role: str,
-    rows: int,
+    rows: Sequence[int],
     sequences: int,
     loading: Callable[[], Loading],
     shared: SharedWeights | None = None,
@@ -63,7 +68,7 @@ def start_model(
 
     Args:
         role: "prefill" or "decode"; a group's ranks are of one role.
-        rows: of the largest step.
+        rows: of the largest step: the first that leaves enough pages is taken, or the last.
         sequences: of the largest batch.
         loading: called when the load begins.
         shared: weights that another process holds.
@@ -89,28 +94,35 @@ def start_model(
         config.tp,
         None if alone else path,
         config.microbatch_rows,
-        rows,
+        rows[0],
         config.random,
     )
     spread = planned_spread(ranks, placing, path, config.mtp, config.random)
-    pages, plan = plan_pages(
-        path,
-        placing,
-        mtp=config.mtp,
-        page_size=config.page_size,
-        share=config.memory_share,
-        pages=config.pages,
-        rows=rows,
-        sequences=sequences,
-        dtype=config.dtype,
-        random=config.random,
-        ranks=max(1, len(config.ep_ranks)),
-        redundant=config.redundant_experts,
-        threshold=config.microbatch_rows,
-        weights="own" if shared is None else "held",
+    fitted = fit_steps(
+        rows,
+        lambda: least_pages(path, config.random, config.page_size, config.pages),
+        lambda most: plan_pages(
+            path,
+            placing,
+            mtp=config.mtp,
+            page_size=config.page_size,
+            share=config.memory_share,
+            pages=config.pages,
+            rows=most,
+            sequences=sequences,
+            dtype=config.dtype,
+            random=config.random,
+            ranks=max(1, len(config.ep_ranks)),
+            redundant=config.redundant_experts,
+            threshold=config.microbatch_rows,
+            weights="own" if shared is None else "held",
+        ),
     )
-    if plan is not None:
-        event(log, "memory planned", worker=config.worker_id, plan=plan.describe())
+    if fitted.plan is not None:
+        event(log, "memory planned", worker=config.worker_id, plan=fitted.plan.describe())
+    if fitted.rows != rows[0]:
+        ranks = replace(ranks, most_rows=fitted.rows)
+        spread = planned_spread(ranks, placing, path, config.mtp, config.random)
     begun = loading()
     model, fmt = load_served_model(
         path,
@@ -130,4 +142,4 @@ def start_model(
     if shared is not None:
         gigabytes = f"{shared.held.nbytes / GB:.3f}"
         event(log, "weights shared", worker=config.worker_id, gb=gigabytes)
-    return Started(model, fmt, ranks, spread, pages)
+    return Started(model, fmt, ranks, spread, fitted.pages, fitted.rows, fitted.reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -82,11 +83,14 @@ class PrefillScheduler:
     half of it; the other half goes to the others, higher priority first and then those with the
     fewest tokens left, and what one half does not use the other may. Where the head needs less,
     prompts join in the same order until the step holds ``join_tokens``: more rows would gain
-    nothing.
+    nothing. ``most_prompts`` are all that a step has.
 
     So a prompt waits for those only that may ever stand at a higher level, whatever comes later:
     with t tokens each these are at most ``turns(t)`` steps each. And a short prompt does not wait
-    for the length of a long one: half of every step belongs to the shortest.
+    for the length of a long one: half of every step belongs to the shortest. Where steps are filled
+    (``join_tokens`` is ``chunk_tokens``) it waits for the step that is being computed and for no
+    other, unless it and those before it in that order need more than ``share``, or are more than
+    ``most_prompts`` with the head.
 
     A chunk ends at a page boundary or at the end of its prompt, so that a page is complete when
     its chunk is; half a step is therefore at least a page. Where there are no pages for a prompt
@@ -99,6 +103,7 @@ class PrefillScheduler:
     page_size: int
     max_queue: int
     join_tokens: int = 128
+    most_prompts: int = sys.maxsize
     ageing_s: float = 10.0
     _queue: list[PrefillJob] = field(default_factory=list)
     _running: list[PrefillJob] = field(default_factory=list)
@@ -153,6 +158,8 @@ class PrefillScheduler:
         for waiting in sorted(jobs, key=lambda j: (-_bounded(j.priority), j.remaining, j.deadline)):
             left = room - used
             if left <= 0 or not (large or head.remaining + used < self.join_tokens):
+                break
+            if len(served) >= self.most_prompts:
                 break
             if left < min(self.page_size, waiting.remaining):
                 continue

@@ -32,11 +32,17 @@ from pdmesh.model.served import (
     store_dtype,
 )
 from pdmesh.model.starting import start_model
-from pdmesh.prefill.config import STEP_PROMPTS, PrefillConfig, step_rows
+from pdmesh.prefill.config import (
+    AUTO_CHUNK,
+    STEP_PROMPTS,
+    PrefillConfig,
+    chunk_choices,
+    scheduler_on,
+    step_rows,
+)
 from pdmesh.prefill.facts import PrefillStepFacts
 from pdmesh.prefill.metrics import PrefillMetrics
 from pdmesh.prefill.runner import PrefillRunner
-from pdmesh.prefill.scheduler import PrefillScheduler
 from pdmesh.prefill.sending import page_sender
 from pdmesh.prefill.warming import warm_up, warm_up_rank
 from pdmesh.prefill.work import PrefillLimits
@@ -74,9 +80,13 @@ async def _serve(config: PrefillConfig, shared: MappedWeights | None) -> None:
     torch.set_num_threads(config.threads)
     secret = read_secret(config.secret_file)
     loading = partial(LoadingLog, config.worker_id, config.model_path)
-    rows = step_rows(config.chunk_tokens, config.page_size)
+    chunks = chunk_choices(config.chunk_tokens, config.device, max(1, len(config.ep_ranks)))
+    rows = [step_rows(chunk, config.page_size) for chunk in chunks]
     started = start_model(config, "prefill", rows, STEP_PROMPTS, loading, shared)
-    config = replace(config, pages=started.pages)
+    chunk, told = chunks[rows.index(started.rows)], config.chunk_tokens != AUTO_CHUNK
+    why = started.reason or ("as it was told" if told else f"what a {config.device} device wants")
+    event(log, "step chosen", worker=config.worker_id, tokens=chunk, why=why)
+    config = replace(config, pages=started.pages, chunk_tokens=chunk)
     model, fmt, ranks, spread = started.model, started.fmt, started.ranks, started.spread
     if ranks.follows:
         await follow(model, fmt, ranks, config.worker_id)
@@ -125,7 +135,7 @@ async def _serve(config: PrefillConfig, shared: MappedWeights | None) -> None:
         PrefillRunner(called, store, fmt.page_size, fmt.mtp_layers > 0, fmt.arithmetic, watchdog),
         kv,
         store,
-        PrefillScheduler(config.chunk_tokens, fmt.page_size, config.max_queue),
+        scheduler_on(config.device, config.chunk_tokens, fmt.page_size, config.max_queue),
         limits,
         sender=sender,
     )

@@ -10,6 +10,7 @@ import pytest
 
 from pdmesh.launch.arguments import parser
 from pdmesh.launch.topology import load_topology
+from pdmesh.prefill.config import AUTO_CHUNK
 from pdmesh.wire import chat_pb2
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,8 +88,10 @@ def test_by_default_eight_full_width_layers_are_made_on_the_gpu(bench, tmp_path)
     assert (str(given.model), given.no_mtp, given.decode) == ("deepseek-v3", True, 1)
     (tmp_path / "mesh.toml").write_text(bench.topology(options))
     topology = load_topology(tmp_path / "mesh.toml")
-    assert (topology.decode.max_batch, topology.prefill.chunk_tokens) == (64, 1024)
+    assert (topology.decode.max_batch, topology.prefill.chunk_tokens) == (64, AUTO_CHUNK)
     assert ("decode", "pages") not in topology.origins  # what the device has room for
+    (tmp_path / "mesh.toml").write_text(bench.topology(bench.parse(["--chunk", "1024"])))
+    assert load_topology(tmp_path / "mesh.toml").prefill.chunk_tokens == 1024
     shipped = bench.parse(["--device", "cpu", "--config", "shipped"])
     assert "--random-weights" not in bench.flags(shipped)
 
@@ -98,6 +101,7 @@ def test_by_default_eight_full_width_layers_are_made_on_the_gpu(bench, tmp_path)
     [
         ("--rounds", "0"),
         ("--budget-s", "10"),
+        ("--chunk", "-1"),
         ("--config", "shipped", "--layers", "2"),
         ("--at-x",),
     ],
@@ -124,6 +128,7 @@ def test_a_small_mesh_of_random_weights_is_measured_on_a_cpu(bench, tmp_path, ca
         assert point["batch"] >= 1
         assert 0 < point["host"] < 1
     assert set(found["loaded_s"]) == {"prefill-0", "decode-0"}
+    assert found["step_tokens"] == {"prefill-0": "512"}
     assert len(found["plan"]) == 2
     assert "tokens/s" in capsys.readouterr().out
 

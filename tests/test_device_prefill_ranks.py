@@ -6,7 +6,6 @@ from device_ranks import PAGE, in_turn, moe_layers, random_reference, ranks_of, 
 from model_cases import tokens_of
 
 from pdmesh.kernels.expert_exchange import ExchangeSize
-from pdmesh.launch.topology import Topology
 from pdmesh.model.batch import Batch, SequenceSlice
 from pdmesh.model.device.layers import MASKED_ROWS
 from pdmesh.model.device.memory import step_bytes
@@ -14,7 +13,7 @@ from pdmesh.model.device.spread import spread_over
 from pdmesh.model.device.stages import DeviceWork
 from pdmesh.model.parallel.nvshmem import ReceivedContiguous
 from pdmesh.model.parallel.placement import Placement
-from pdmesh.prefill.config import step_rows
+from pdmesh.prefill.config import AUTO_CHUNK, chunk_choices, step_rows
 from pdmesh.prefill.warming import warm_up_rank
 from pdmesh.wire.ids import PAGE_SIZE
 
@@ -174,7 +173,7 @@ def test_steps_beyond_the_masked_layout_take_the_contiguous_one_and_less_memory(
     model, _ = random_reference(1, num_hidden_layers=2)
     sizes = [spread_over(model.config, True, 0, 2, 0, MASKED_ROWS + n, 64) for n in (0, 1)]
     few, many = (spread.exchange for spread in sizes)
-    assert step_rows(Topology().prefill.chunk_tokens, PAGE_SIZE) > MASKED_ROWS
+    assert step_rows(chunk_choices(AUTO_CHUNK, "cuda", 64)[-1], PAGE_SIZE) > MASKED_ROWS
     assert few.size == ExchangeSize(2, 4, MASKED_ROWS, 128, 3, 2 * MASKED_ROWS)
     assert many.size == ExchangeSize.contiguous(2, 4, MASKED_ROWS + 1, 128, 3)
     assert many.nbytes < few.nbytes

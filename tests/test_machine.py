@@ -90,11 +90,14 @@ def test_the_probe_is_asked_for_what_the_workers_will_ask_for():
     assert question["random"] == {"layers": 8}
     prefill, decode = question["workers"]
     assert prefill["share"] == decode["share"] == 1 / 3
-    assert (prefill["count"], prefill["rows"], prefill["pages"]) == (1, 512 + 64, AUTO_PAGES)
-    assert (decode["count"], decode["rows"], decode["pages"]) == (2, 2 * 32, 9)
-    without = asked(cuda(model={"mtp": False}))
-    assert without["workers"][1]["rows"] == 32
-    assert asked(cuda(decode={"draft_tokens": "auto"}))["workers"][1]["rows"] == 5 * 32
+    assert (prefill["count"], prefill["pages"]) == (1, AUTO_PAGES)
+    assert prefill["rows"] == [chunk + 64 for chunk in (4096, 2048, 1024, 512)]
+    assert (decode["count"], decode["rows"], decode["pages"]) == (2, [2 * 32], 9)
+    told = asked(cuda(model={"mtp": False}, prefill={"chunk_tokens": 3000}))
+    assert [worker["rows"] for worker in told["workers"]] == [[3064], [32]]
+    assert asked(cuda(decode={"draft_tokens": "auto"}))["workers"][1]["rows"] == [5 * 32]
+    group = asked(cuda(prefill={"ep": 4, "workers": 4}))
+    assert group["workers"][0]["rows"] == [1088, 576]
 
 
 def test_each_device_is_asked_for_its_own_workers():
@@ -110,14 +113,16 @@ def test_each_device_is_asked_for_its_own_workers():
 def test_a_problem_names_the_flag_and_a_plan_is_handed_on():
     with pytest.raises(ConfigError, match="^--device: too small$"):
         asking.check_machine(cuda(), lambda _: {"problem": "too small"})
-    assert asking.check_machine(cuda(), lambda _: {"lines": ["71 GB"]}) == ["71 GB"]
+    told = cuda(prefill={"chunk_tokens": 64})
+    found = {"lines": ["71 GB"], "prefill_rows": 128, "reason": ""}
+    assert asking.check_machine(told, lambda _: found) == (told, ["71 GB"])
 
 
 def test_the_shipped_way_on_a_cpu_asks_nothing():
     def never(_):
         raise AssertionError
 
-    assert asking.check_machine(Topology(), never) == []
+    assert asking.check_machine(Topology(), never) == (Topology(), [])
 
 
 def on_a(monkeypatch, machine, free, total):
@@ -197,7 +202,7 @@ def test_a_worker_by_hand_without_its_device_ends_before_it_loads_anything(capsy
 
 
 def test_a_probe_that_breaks_is_one_sentence():
-    with pytest.raises(ConfigError, match="could not be looked at: KeyError: 'random'"):
+    with pytest.raises(ConfigError, match="could not be looked at: KeyError: 'workers'"):
         asking._process({})
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdmesh.prefill.config import STEP_PROMPTS, scheduler_on
 from pdmesh.prefill.scheduler import (
     MAX_OVERTAKEN,
     MAX_PRIORITY,
@@ -179,6 +180,49 @@ def test_a_short_prompt_waits_for_the_length_of_no_long_one():
     pages.step(s)
     add(s, ("short", 10))
     assert ("short", 10) in pages.sizes(s)
+
+
+@given(
+    before=st.lists(st.integers(1, 3000), min_size=1, max_size=8),
+    steps=st.integers(0, 3),
+    later=st.lists(st.integers(1, 3000), max_size=8),
+    short=st.integers(1, 900),
+    budget=st.integers(128, 1200),
+)
+def test_where_steps_are_filled_a_short_prompt_waits_for_no_step_but_the_one_under_way(
+    before, steps, later, short, budget
+):
+    s, pages = scheduler(budget, join_tokens=budget), Pages()
+    jobs = add(s, *((f"b{i}", n) for i, n in enumerate(before)))
+    for _ in range(steps):
+        if not s.idle:
+            pages.step(s)
+    jobs += add(s, ("short", short), *((f"l{i}", n) for i, n in enumerate(later)))
+    shorter = sum(j.remaining for j in jobs if 0 < j.remaining <= short)
+    spans = pages.step(s)
+    if shorter <= s.share:
+        assert ("short", 0, short) in spans
+
+
+def test_a_step_has_no_more_prompts_than_told():
+    s, pages = scheduler(join_tokens=512, most_prompts=3), Pages()
+    add(s, *((str(i), 10) for i in range(4)), ("long", 4000))
+    assert names(pages.step(s)) == ["0", "1", "2"]
+    add(s, ("4", 10), ("5", 10))
+    assert names(pages.step(s)) == ["3", "4", "5"]
+    add(s, *((str(i), 10) for i in range(6, 10)))
+    assert names(pages.step(s)) == ["long", "6", "7"]
+
+
+def test_a_gpu_fills_its_steps_and_a_cpu_does_not():
+    for device, joined in (("cpu", 1), ("cuda", 4), ("cuda:1", 4)):
+        s, pages = scheduler_on(device, 4096, 64, 100), Pages()
+        add(s, *((str(i), 1024) for i in range(6)))
+        assert len(pages.step(s)) == joined
+    assert scheduler_on("cpu", 512, 64, 9) == PrefillScheduler(512, 64, 9)
+    s, pages = scheduler_on("cuda", 4096, 64, 100), Pages()
+    add(s, *((str(i), 1) for i in range(100)))
+    assert len(pages.step(s)) == STEP_PROMPTS
 
 
 def test_a_stream_of_short_prompts_leaves_a_long_one_its_half():

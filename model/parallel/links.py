@@ -247,7 +247,7 @@ class Links:
                 f"this one to {mine.group!r} of {mine.size}"
             )
         if theirs.digest != mine.digest:
-            return "its model, arithmetic, wire format or placement is another one"
+            return "its model, arithmetic, wire format, largest step or placement is another one"
         right = theirs.rank == expected if expected is not None else theirs.rank > mine.rank
         if not right or theirs.rank >= mine.size:
             return f"rank {theirs.rank} answers where another one belongs"
