@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pdmesh.model.device.memory import MemoryPlan
 
-_SIZES = ("share", "pages", "rows", "sequences", "ranks", "redundant", "threshold")
+_SIZES = ("role", "share", "pages", "rows", "sequences", "ranks", "redundant", "threshold")
 
 
 def answer(asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _silu_mul(gate_up):
     return torch.nn.functional.silu(gate) * up
 
 
-def _masked(x, weight, counts, expected):
+def _masked(x, weight, counts, expected, *, out=None):
     dense = torch.stack([dequantise_blocks(v, s) for v, s in zip(*weight, strict=True)])
     output = torch.bmm(x.values, dense.transpose(1, 2))
     for expert, count in enumerate(counts.tolist()):
@@ -100,7 +100,7 @@ def _masked(x, weight, counts, expected):
     return output
 
 
-def _contiguous(x, weight, row_expert):
+def _contiguous(x, weight, row_expert, *, out=None):
     output = torch.full((x.values.shape[0], weight.values.shape[1]), torch.nan)
     for expert in range(weight.values.shape[0]):
         chosen = row_expert == expert
