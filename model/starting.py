@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.device.bound import MemoryBound, starting
 from pdmesh.model.device.memory import GB
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.spread import Spread
@@ -42,6 +45,7 @@ class Started:
         ranks: the group that it is to join.
         spread: its part of a model in FP8, if it is a rank of one.
         pages: of its pool.
+        memory: what was planned of a CUDA device, and what is taken; else None.
     """
 
     model: DeepseekV3 | DeviceModel
@@ -49,6 +53,7 @@ class Started:
     ranks: Ranks
     spread: Spread | None
     pages: int
+    memory: MemoryBound | None = None
 
 
 def start_model(
@@ -102,6 +107,7 @@ def start_model(
         pages=config.pages,
         rows=rows,
         sequences=sequences,
+        role=role,
         dtype=config.dtype,
         random=config.random,
         ranks=max(1, len(config.ep_ranks)),
@@ -109,25 +115,30 @@ def start_model(
         threshold=config.microbatch_rows,
         weights="own" if shared is None else "held",
     )
+    memory = None
     if plan is not None:
         event(log, "memory planned", worker=config.worker_id, plan=plan.describe())
+        device = torch.device(config.device)
+        if device.type == "cuda":
+            memory = MemoryBound(plan, device, role, placing.chosen == "fp8")
     begun = loading()
-    model, fmt = load_served_model(
-        path,
-        config.model_name,
-        dtype=config.dtype,
-        placing=placing,
-        mtp=config.mtp,
-        page_size=config.page_size,
-        arithmetic=config.arithmetic,
-        progress=begun.progress,
-        experts=alone,
-        spread=spread,
-        random=config.random,
-        shared=shared,
-    )
+    with starting(memory):
+        model, fmt = load_served_model(
+            path,
+            config.model_name,
+            dtype=config.dtype,
+            placing=placing,
+            mtp=config.mtp,
+            page_size=config.page_size,
+            arithmetic=config.arithmetic,
+            progress=begun.progress,
+            experts=alone,
+            spread=spread,
+            random=config.random,
+            shared=shared,
+        )
     begun.loaded()
     if shared is not None:
         gigabytes = f"{shared.held.nbytes / GB:.3f}"
         event(log, "weights shared", worker=config.worker_id, gb=gigabytes)
-    return Started(model, fmt, ranks, spread, pages)
+    return Started(model, fmt, ranks, spread, pages, memory)

@@ -16,6 +16,7 @@ from pdmesh.model.device.sources import ShapeSource
 
 META = torch.device("meta")
 PAGE = 64
+MIB = 1 << 20
 
 
 class Live(TorchDispatchMode):
@@ -46,6 +47,59 @@ class Live(TorchDispatchMode):
     def _gone(self, key, size):
         self._known.discard(key)
         self.now -= size
+
+
+class Pieces(Live):
+    """What torch's allocator of a device reserves for them, too: segments are never given back, a
+    tensor takes the smallest free piece that it fits in, and what it leaves is a piece again."""
+
+    def __init__(self):
+        super().__init__()
+        self.reserved = 0
+        self._segments = {True: [], False: []}  # small ones and others: pieces [size, free]
+        self._where = {}
+
+    def _note(self, tensor, size):
+        key = tensor.untyped_storage()._cdata
+        if key not in self._known and size:
+            self._where[key] = self._placed(-(-size // 512) * 512)
+        return super()._note(tensor, size)
+
+    def _placed(self, size):
+        small = size <= MIB
+        fitting = [
+            (piece[0], number, piece, segment)
+            for number, segment in enumerate(self._segments[small])
+            for piece in segment
+            if piece[1] and piece[0] >= size
+        ]
+        if fitting:
+            _, _, piece, segment = min(fitting, key=lambda found: found[:2])
+        else:
+            step = 2 * MIB if small or size >= 10 * MIB else 20 * MIB
+            piece = [-(-size // step) * step, True]
+            segment = [piece]
+            self._segments[small].append(segment)
+            self.reserved += piece[0]
+        left, piece[1] = piece[0] - size, False
+        if left > (511 if small else MIB):
+            piece[0] = size
+            segment.insert(_at(segment, piece) + 1, [left, True])
+        return segment, piece
+
+    def _gone(self, key, size):
+        super()._gone(key, size)
+        if not size:
+            return
+        segment, piece = self._where.pop(key)
+        piece[1], at = True, _at(segment, piece)
+        for before in (at, at - 1):
+            if 0 <= before < len(segment) - 1 and segment[before][1] and segment[before + 1][1]:
+                segment[before][0] += segment.pop(before + 1)[0]
+
+
+def _at(segment, piece):
+    return next(i for i, one in enumerate(segment) if one is piece)
 
 
 def _quantised(x, *shape):
@@ -136,13 +190,17 @@ def batch_of(pieces, device=META):
     return Batch.build(items, [[0] * (end - start) for start, end in pieces], PAGE, device)
 
 
-def peak_of(model, pieces, form, packed=False):
-    """Bytes that a step takes at most, its batch and the MTP layer's step behind it included."""
+def run(model, pieces, form, packed=False):
+    """A step and the MTP layer's behind it."""
     pool = model.new_latents(1, PAGE, packed)
+    hidden = model.forward(batch_of(pieces), pool, form)
+    later = [(max(1, start), end) for start, end in pieces]
+    previous = hidden[: sum(end - start for start, end in later)]
+    model.mtp_forward(batch_of(later), previous, pool, form)
+
+
+def peak_of(model, pieces, form, packed=False):
+    """Bytes that a step takes at most, its batch included."""
     with Live() as live:
-        hidden = model.forward(batch_of(pieces), pool, form)
-        if model.weights.mtp is not None:
-            later = [(max(1, start), end) for start, end in pieces]
-            previous = hidden[: sum(end - start for start, end in later)]
-            model.mtp_forward(batch_of(later), previous, pool, form)
+        run(model, pieces, form, packed)
     return live.peak

@@ -4,14 +4,18 @@ Full-width layers of DeepSeek-V3, dense ones, MoE and the MTP layer, followed te
 device's kernels make them; `test_gpu_engine.py` does the same with a device's own count.
 """
 
+import itertools
+
 import pytest
 import torch
-from live_memory import Live, peak_of, shapes_only
+from live_memory import PAGE, Live, Pieces, peak_of, run, shapes_only
 
 from pdmesh.model.device.full_width import full_width
 from pdmesh.model.device.layers import MASKED_ROWS
+from pdmesh.model.device.padding import graph_sizes
 from pdmesh.model.device.step import MOST_KEYS
 from pdmesh.model.device.step_memory import step_bytes
+from pdmesh.prefill.warming import warm_up
 
 LONGEST = 163_840
 
@@ -77,9 +81,29 @@ def test_steps_of_a_decode_worker(model, sequences, each):
     check(found, step_bytes(model.config, rows, 1))
 
 
-def test_graphs_keep_what_a_step_takes_and_leave_as_much_for_others(model):
-    once, twice = (step_bytes(model.config, 16, 16, captured=held) for held in (False, True))
-    assert 1.7 * once < twice < 2 * once
+@pytest.mark.parametrize("most", [512, 1024, 2048, 4096])
+def test_what_torch_reserves_for_a_prefill_worker_is_what_was_counted(model, most, monkeypatch):
+    """Its warm-up, then prompts of all kinds: nothing lies so that much more is needed."""
+    monkeypatch.setattr(model, "logits", lambda _: torch.zeros(1))
+    counted = step_bytes(model.config, most + PAGE, 32, keys=LONGEST)
+    with Pieces() as torch_has:
+        warm_up(model, model.new_latents(most // PAGE, PAGE), most)
+        pool = torch_has.now
+        for pieces, form in prompts(most + PAGE).values():
+            run(model, pieces, form)
+    assert torch_has.peak <= torch_has.reserved <= 1.06 * counted + pool
+
+
+@pytest.mark.parametrize(("most", "each"), [(16, (1,)), (64, (2,)), (256, (2,)), (256, (1, 3, 5))])
+def test_what_torch_reserves_for_graphs_is_what_was_counted(model, most, each):
+    with Pieces() as torch_has:
+        for count, size in itertools.product(each, graph_sizes(most)[::-1]):
+            run(model, [(2048, 2048 + count)] * size, "absorbed")
+    rows = most * max(each)
+    alone, with_graphs = (
+        step_bytes(model.config, rows, 1, captured=held) for held in (False, True)
+    )
+    assert torch_has.peak <= torch_has.reserved <= with_graphs - alone < 1.5 * torch_has.reserved
 
 
 def test_logits_of_all_rows_are_counted(model):

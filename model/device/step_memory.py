@@ -48,17 +48,19 @@ def step_bytes(
     """
     if exchange is None:
         sizes = {rows, min(rows, MASKED_ROWS)}
-        layers = [layer_bytes(config, m, keys) for m in sizes]
+        layers = [_layer_bytes(config, m, keys) for m in sizes]
     else:
         layers = [_rank_bytes(config, rows, keys, exchange)]
     logits = chosen * config.vocab_size * (2 + 4 + 4)  # the product, in float32, those picked
     kept = 0 if exchange is None else exchange.nbytes
     tables = 2 * 4 * config.max_position_embeddings * config.qk_rope_head_dim
-    # Graphs are never given other graphs' larger pieces: both layouts have theirs.
-    return kept + tables + (sum(layers) if captured else 0) + max(*layers, logits)
+    # Nothing is given back while there are graphs: both layouts have their pieces, and some do not
+    # fit into others, up to a quarter.
+    graphs = sum(layers) * 5 // 4 if captured else 0
+    return kept + tables + graphs + max(*layers, logits)
 
 
-def layer_bytes(c: ModelConfig, rows: int, keys: int = 0) -> int:
+def _layer_bytes(c: ModelConfig, rows: int, keys: int) -> int:
     """Of a step of exactly so many rows.
 
     Hidden states (residual, output, normed, quantised, before the MTP layer), and the largest of
@@ -66,7 +68,7 @@ def layer_bytes(c: ModelConfig, rows: int, keys: int = 0) -> int:
     """
     mlp = 5 * rows * round_up(c.intermediate_size)
     return 16 * rows * c.hidden_size + max(
-        _attention_bytes(c, rows, keys), mlp, _moe_bytes(c, rows)
+        _attention_bytes(c, rows, keys), mlp, expert_bytes(c, rows)
     )
 
 
@@ -103,9 +105,10 @@ def _key_bytes(c: ModelConfig, keys: int) -> int:
     return latents + max(max(pairs, MOST_KEYS * heads) * each, 16 * most * c.latent_width)
 
 
-def _moe_bytes(c: ModelConfig, rows: int) -> int:
-    """Of each row of experts: the row in FP8, whose memory its activation takes after it, and the
-    larger of both products, which share theirs."""
+def expert_bytes(c: ModelConfig, rows: int) -> int:
+    """Of a step of exactly so many rows, what experts take: of each of their rows the row in FP8,
+    whose memory its activation has after it, and the larger of both products, which share theirs.
+    """
     if c.gate is None:
         return 0
     if rows <= MASKED_ROWS:
