@@ -25,12 +25,18 @@ CUDA = torch.device("cuda")
 def device(monkeypatch):
     """What a device would say, and the part of it that torch was told to keep to."""
     said = {"free": 80 * GB, "allocated": 68 * GB, "reserved": 70 * GB, "peak": 69 * GB, "part": []}
+
+    def set_part(part, device):
+        assert device.index == 0, "torch asks for a number here, and for none elsewhere"
+        said["part"].append(part)
+
     answers = {
         "mem_get_info": lambda _: (said["free"], TOTAL),
         "memory_allocated": lambda _: said["allocated"],
         "memory_reserved": lambda _: said["reserved"],
         "max_memory_allocated": lambda _: said["peak"],
-        "set_per_process_memory_fraction": lambda part, _: said["part"].append(part),
+        "set_per_process_memory_fraction": set_part,
+        "current_device": lambda: 0,
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
@@ -103,7 +109,7 @@ def test_other_errors_of_a_start_are_what_they_are(device, memory):
 def test_who_takes_the_memory_is_who_has_to_give_it_up(device):
     found = Figures(71 * GB, 60 * GB, 61 * GB, 61 * GB, 149 * GB, 150 * GB)
     assert "end what else takes memory there" in describe(PLAN, found, "prefill", "a step")
-    over = Figures(71 * GB, 60 * GB, 72 * GB, 61 * GB, 149 * GB, 150 * GB)
+    over = Figures(71 * GB, 60 * GB, 66 * GB, 71 * GB, 140 * GB, 150 * GB)
     assert "a smaller --chunk-tokens" in describe(PLAN, over, "prefill", "a step")
 
 

@@ -59,12 +59,13 @@ class MemoryBound:
     def __init__(
         self, plan: MemoryPlan, device: torch.device, role: str, enforced: bool = True
     ) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
         self.plan = plan
-        self._device = device
+        self._device = torch.device("cuda", index)
         self._role = role
         if enforced:
-            total = torch.cuda.mem_get_info(device)[1]
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit(plan) / total), device)
+            part = limit(plan) / torch.cuda.mem_get_info(self._device)[1]
+            torch.cuda.set_per_process_memory_fraction(min(1.0, part), self._device)
 
     def figures(self) -> Figures:
         """What there is now."""
@@ -152,7 +153,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def describe(plan: MemoryPlan, found: Figures, role: str, what: str) -> str:
     """Pure: why memory did not suffice for `what`, and what to change."""
     free = found.total - found.used
-    if found.reserved <= plan.budget:
+    if free < limit(plan) - found.reserved:
         fix = "end what else takes memory there, or give this worker less: fewer --pages"
     else:
         fix = f"ask for fewer --pages, {SMALLER[role]}"
