@@ -34,6 +34,7 @@ def capture(model: DeviceModel, pool: Tensor, config: DecodeConfig) -> None:
         return
     rows, mtp_rows = captured_rows(config.draft_tokens, model.weights.mtp is not None)
     model.capture(pool, rows, config.max_batch, mtp_rows)
+    torch.cuda.empty_cache()  # computing beforehand took it for a stream that no step is on
 
 
 def capture_rank(
@@ -52,11 +53,12 @@ def capture_rank(
     if rank.model.device.type != "cuda":
         return
     rows, mtp_rows = captured_rows(config.draft_tokens, rank.model.weights.mtp is not None)
-    pools = torch.cuda.graph_pool_handle()
+    record = cuda_capture(torch.cuda.graph_pool_handle(), between)
 
     def recorder(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         rank.exchange.wait_for(PREPARING_S)
-        return cuda_capture(pools, between)(compute)
+        return record(compute)
 
     rank.capture(pool, rows, config.max_batch, mtp_rows, modes, recorder)
+    torch.cuda.empty_cache()  # as above
     rank.exchange.wait_for(PREPARING_S)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -31,6 +32,7 @@ from pdmesh.kvtransfer.sender import TransferSender
 from pdmesh.kvtransfer.transports import make_dialers, make_listeners, make_page_transports
 from pdmesh.kvtransfer.weight_holder import HOLDER, MappedWeights, mapped_weights
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.device.bound import starting
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.parallel.serving import (
     computing,
@@ -46,6 +48,7 @@ from pdmesh.model.starting import start_model
 from pdmesh.registry.draining import Life, Workload, counted
 from pdmesh.registry.host import Binding, host_worker
 from pdmesh.registry.loading import LoadingLog
+from pdmesh.registry.memory_metrics import memory_gauges
 from pdmesh.registry.metrics import metrics_endpoint, on_loop
 from pdmesh.registry.publisher import WorkerLease
 from pdmesh.registry.pull_metrics import PullMetrics
@@ -94,20 +97,21 @@ async def _serve(config: DecodeConfig, shared: MappedWeights | None) -> None:
         await follow(model, fmt, ranks, config.worker_id)
         return
     watchdog = Watchdog(config.step_timeout_s or step_bound_s(config.device))
-    store = LatentStore(
-        config.pages,
-        fmt.num_layers,
-        fmt.page_size,
-        fmt.latent_width,
-        store_dtype(fmt),
-        config.device,
-        shared="shm" in config.transports,
-    )
-    if isinstance(model, DeviceModel):
-        for line in model.ops.describe():
-            event(log, "backend", worker=config.worker_id, choice=line)
-        if spread is None:
-            capture(model, store.tensor, config)
+    with starting(started.memory):
+        store = LatentStore(
+            config.pages,
+            fmt.num_layers,
+            fmt.page_size,
+            fmt.latent_width,
+            store_dtype(fmt),
+            config.device,
+            shared="shm" in config.transports,
+        )
+        if isinstance(model, DeviceModel):
+            for line in model.ops.describe():
+                event(log, "backend", worker=config.worker_id, choice=line)
+            if spread is None:
+                capture(model, store.tensor, config)
     leases: list[WorkerLease] = []
     copies = ReplicaHints()
     kv = KvManager(
@@ -126,8 +130,13 @@ async def _serve(config: DecodeConfig, shared: MappedWeights | None) -> None:
     scheduler: DecodeScheduler[DecodeSequence] = DecodeScheduler(config.max_batch)
     modes = () if spread is None else spread.exchange.modes
     prepare = partial(capture_rank, store.tensor, config, modes)
-    called, rank = await join_ranks(model, fmt, ranks, prepare=prepare)
-    runner = DecodeRunner(called, store, fmt.page_size, config.draft_tokens, watch=watchdog)
+    with starting(started.memory):
+        called, rank = await join_ranks(model, fmt, ranks, prepare=prepare)
+    watch: AbstractContextManager[None] = watchdog
+    if started.memory is not None:
+        started.memory.report(config.worker_id)
+        watch = started.memory.watching(watchdog)
+    runner = DecodeRunner(called, store, fmt.page_size, config.draft_tokens, watch=watch)
     sender = TransferSender(fmt, make_dialers(config.transports, store), store)
     worker = DecodeWorker(runner, kv, store, receiver, scheduler, limits, sender=sender)
     exchange = PrefixExchange(
@@ -174,6 +183,8 @@ async def _serve(config: DecodeConfig, shared: MappedWeights | None) -> None:
     worker.observe = metrics.observe
     exchange.fetcher.observe = PullMetrics(metrics).observe
     sender.observe = TransferMetrics(metrics).observe
+    if started.memory is not None:
+        memory_gauges(metrics, started.memory.figures)
     worker.migrations.observe = metrics.moved_out
 
     def lease(address: str) -> tuple[WorkerRecord, WorkerLease]:
@@ -231,14 +242,14 @@ async def _serve(config: DecodeConfig, shared: MappedWeights | None) -> None:
     exchange.start()
     binding = Binding(config.host, config.port)
     work = Workload(lambda: counted(worker.leases, "answer"), worker.hand_back)
-    watch = (
+    replicas = (
         watching_replicas(
             config.redis_url, config.mesh, lambda: leases[0].layout, kv.coming, copies.learn
         )
         if config.replica_hints
         else contextlib.nullcontext()
     )
-    async with metrics_endpoint(metrics.registry, config.host, config.metrics_port), watch:
+    async with metrics_endpoint(metrics.registry, config.host, config.metrics_port), replicas:
         run = partial(watched, partial(computing, worker.run, rank), watchdog)
         if shared is not None:
             run = partial(while_there, run, shared.gone, HOLDER)

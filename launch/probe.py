@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pdmesh.model.device.memory import MemoryPlan
     from pdmesh.model.fitting import Fitted
 
-_SIZES = ("share", "pages", "sequences", "ranks", "redundant", "threshold")
+_SIZES = ("role", "share", "pages", "sequences", "ranks", "redundant", "threshold")
 
 
 def answer(asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from pdmesh.model.device.memory import (
     MemoryPlan,
     plain_weight_bytes,
     plan_memory,
-    step_bytes,
     weight_bytes,
 )
 from pdmesh.model.device.spread import spread_over
+from pdmesh.model.device.step_memory import LIBRARY_BYTES, step_bytes
 from pdmesh.model.machine import check_machine, this_machine
 from pdmesh.model.random_weights import served_config
 from pdmesh.model.served import Placing
@@ -37,6 +37,7 @@ def plan_pages(
     pages: int,
     rows: int,
     sequences: int,
+    role: str = "prefill",
     dtype: str = "float32",
     random: RandomWeights | None = None,
     ranks: int = 1,
@@ -52,6 +53,8 @@ def plan_pages(
         pages: as many as were asked for; 0: as there is room for.
         rows: of the largest step.
         sequences: of the largest batch.
+        role: "prefill": steps may have MHA form, and few of their rows want logits; or "decode":
+            all rows want them, and on a device steps are captured as graphs.
         dtype: of weights and latents in plain precision.
         random: weights to make instead of reading them.
         ranks, redundant: workers that share the routed experts, and copies of these.
@@ -84,6 +87,16 @@ def plan_pages(
         needed = weight_bytes(config, mtp, None if exchange is None else exchange.size.slots)
     else:
         needed = plain_weight_bytes(config, mtp, value_bytes, ranks, redundant)
+    decode = role == "decode"
+    steps = step_bytes(
+        config,
+        rows,
+        rows if decode else sequences,
+        exchange,
+        keys=0 if decode else config.max_position_embeddings,
+        captured=decode and on_cuda and precision == "fp8",
+    )
+    steps = steps * value_bytes // 2 + (LIBRARY_BYTES if on_cuda else 0)
     own = weights == "own"
     if weights == "to hold":
         free = max(0, free - needed)
@@ -93,7 +106,7 @@ def plan_pages(
             free,
             share,
             needed if own else 0,
-            step_bytes(config, rows, sequences, exchange) * value_bytes // 2,
+            steps,
             layers * page_size * latent,
             pages if on_cuda else pages or CPU_PAGES,
             2 * sequences * context,

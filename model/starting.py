@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
+
 from pdmesh.model.deepseek import DeepseekV3
+from pdmesh.model.device.bound import MemoryBound, starting
 from pdmesh.model.device.memory import GB
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.spread import Spread
@@ -45,6 +48,7 @@ class Started:
         pages: of its pool.
         rows: of its largest step.
         reason: why that has not more rows; empty where nobody wanted more.
+        memory: what was planned of a CUDA device, and what is taken; else None.
     """
 
     model: DeepseekV3 | DeviceModel
@@ -54,6 +58,7 @@ class Started:
     pages: int
     rows: int
     reason: str
+    memory: MemoryBound | None = None
 
 
 def start_model(
@@ -110,6 +115,7 @@ def start_model(
             pages=config.pages,
             rows=most,
             sequences=sequences,
+            role=role,
             dtype=config.dtype,
             random=config.random,
             ranks=max(1, len(config.ep_ranks)),
@@ -118,28 +124,33 @@ def start_model(
             weights="own" if shared is None else "held",
         ),
     )
+    memory = None
     if fitted.plan is not None:
         event(log, "memory planned", worker=config.worker_id, plan=fitted.plan.describe())
+        device = torch.device(config.device)
+        if device.type == "cuda":
+            memory = MemoryBound(fitted.plan, device, role, placing.chosen == "fp8")
     if fitted.rows != rows[0]:
         ranks = replace(ranks, most_rows=fitted.rows)
         spread = planned_spread(ranks, placing, path, config.mtp, config.random)
     begun = loading()
-    model, fmt = load_served_model(
-        path,
-        config.model_name,
-        dtype=config.dtype,
-        placing=placing,
-        mtp=config.mtp,
-        page_size=config.page_size,
-        arithmetic=config.arithmetic,
-        progress=begun.progress,
-        experts=alone,
-        spread=spread,
-        random=config.random,
-        shared=shared,
-    )
+    with starting(memory):
+        model, fmt = load_served_model(
+            path,
+            config.model_name,
+            dtype=config.dtype,
+            placing=placing,
+            mtp=config.mtp,
+            page_size=config.page_size,
+            arithmetic=config.arithmetic,
+            progress=begun.progress,
+            experts=alone,
+            spread=spread,
+            random=config.random,
+            shared=shared,
+        )
     begun.loaded()
     if shared is not None:
         gigabytes = f"{shared.held.nbytes / GB:.3f}"
         event(log, "weights shared", worker=config.worker_id, gb=gigabytes)
-    return Started(model, fmt, ranks, spread, fitted.pages, fitted.rows, fitted.reason)
+    return Started(model, fmt, ranks, spread, fitted.pages, fitted.rows, fitted.reason, memory)

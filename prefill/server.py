@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +20,7 @@ from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.pull_exchange import PrefixExchange
 from pdmesh.kvtransfer.transports import make_page_transports
 from pdmesh.kvtransfer.weight_holder import HOLDER, MappedWeights, mapped_weights
+from pdmesh.model.device.bound import starting
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.rank import DeviceRank
 from pdmesh.model.parallel.serving import (
@@ -50,6 +52,7 @@ from pdmesh.prefill.worker import PrefillWorker
 from pdmesh.registry.draining import Life, Workload, counted
 from pdmesh.registry.host import GRACE_S, Binding, host_worker
 from pdmesh.registry.loading import LoadingLog
+from pdmesh.registry.memory_metrics import memory_gauges
 from pdmesh.registry.metrics import metrics_endpoint, on_loop
 from pdmesh.registry.publisher import WorkerLease
 from pdmesh.registry.pull_metrics import PullMetrics
@@ -92,20 +95,21 @@ async def _serve(config: PrefillConfig, shared: MappedWeights | None) -> None:
         await follow(model, fmt, ranks, config.worker_id)
         return
     watchdog = Watchdog(config.step_timeout_s or step_bound_s(config.device))
-    store = LatentStore(
-        config.pages,
-        fmt.num_layers,
-        fmt.page_size,
-        fmt.latent_width,
-        store_dtype(fmt),
-        config.device,
-        shared="shm" in config.transports,
-    )
-    if isinstance(model, DeviceModel):
-        for line in model.ops.describe():
-            event(log, "backend", worker=config.worker_id, choice=line)
-        if model.device.type == "cuda" and spread is None:
-            warm_up(model, store.tensor, config.chunk_tokens)
+    with starting(started.memory):
+        store = LatentStore(
+            config.pages,
+            fmt.num_layers,
+            fmt.page_size,
+            fmt.latent_width,
+            store_dtype(fmt),
+            config.device,
+            shared="shm" in config.transports,
+        )
+        if isinstance(model, DeviceModel):
+            for line in model.ops.describe():
+                event(log, "backend", worker=config.worker_id, choice=line)
+            if model.device.type == "cuda" and spread is None:
+                warm_up(model, store.tensor, config.chunk_tokens)
     leases: list[WorkerLease] = []
     copies = ReplicaHints()
     kv = KvManager(
@@ -129,10 +133,15 @@ async def _serve(config: PrefillConfig, shared: MappedWeights | None) -> None:
         if spread is not None and own.model.device.type == "cuda":
             warm_up_rank(own, store.tensor, config.chunk_tokens, spread.exchange.modes)
 
-    called, rank = await join_ranks(model, fmt, ranks, prepare=prepare)
+    with starting(started.memory):
+        called, rank = await join_ranks(model, fmt, ranks, prepare=prepare)
+    watch: AbstractContextManager[None] = watchdog
+    if started.memory is not None:
+        started.memory.report(config.worker_id)
+        watch = started.memory.watching(watchdog)
     sender = page_sender(fmt, store, config.transports)
     worker = PrefillWorker(
-        PrefillRunner(called, store, fmt.page_size, fmt.mtp_layers > 0, fmt.arithmetic, watchdog),
+        PrefillRunner(called, store, fmt.page_size, fmt.mtp_layers > 0, fmt.arithmetic, watch),
         kv,
         store,
         scheduler_on(config.device, config.chunk_tokens, fmt.page_size, config.max_queue),
@@ -172,6 +181,8 @@ async def _serve(config: PrefillConfig, shared: MappedWeights | None) -> None:
     metrics = PrefillMetrics(fmt, config.worker_id, on_loop(asyncio.get_running_loop(), facts))
     exchange.fetcher.observe = PullMetrics(metrics).observe
     sender.observe = TransferMetrics(metrics).observe
+    if started.memory is not None:
+        memory_gauges(metrics, started.memory.figures)
 
     def observe(step: PrefillStepFacts) -> None:
         metrics.observe(step)
@@ -234,14 +245,14 @@ async def _serve(config: PrefillConfig, shared: MappedWeights | None) -> None:
     exchange.start()
     binding = Binding(config.host, config.port)
     work = Workload(lambda: counted(worker.unfinished, "prompt"), worker.hand_back)
-    watch = (
+    replicas = (
         watching_replicas(
             config.redis_url, config.mesh, lambda: leases[0].layout, kv.coming, copies.learn
         )
         if config.replica_hints
         else contextlib.nullcontext()
     )
-    async with metrics_endpoint(metrics.registry, config.host, config.metrics_port), watch:
+    async with metrics_endpoint(metrics.registry, config.host, config.metrics_port), replicas:
         run = partial(watched, partial(computing, worker.run, rank), watchdog)
         if shared is not None:
             run = partial(while_there, run, shared.gone, HOLDER)

@@ -15,6 +15,7 @@ from torch import Tensor
 from pdmesh.model.batch import Batch, Form, SequenceSlice
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.rank import DeviceRank
+from pdmesh.model.device.step_memory import expert_bytes
 from pdmesh.model.parallel.schedule import Mode
 from pdmesh.wire.logs import event
 
@@ -56,8 +57,11 @@ def warm_up(model: DeviceModel, pool: Tensor, most: int, called: _Computes | Non
         called: computes in the place of `model`. The number of calls follows from `most` alone.
     """
     called = called or model
-    page_size, tokens = pool.shape[2], most
-    while tokens >= min(most, SMALLEST):
+    page_size, sizes = pool.shape[2], [most]
+    while sizes[-1] // 2 >= min(most, SMALLEST):
+        sizes.append(sizes[-1] // 2)
+    # Those first whose experts take most, so that what others take are pieces of theirs.
+    for tokens in sorted(sizes, key=lambda rows: expert_bytes(model.config, rows), reverse=True):
         began = time.monotonic()
         rows = min(tokens, pool.shape[0] * page_size, model.config.max_position_embeddings)
         table = tuple(range(-(-rows // page_size)))
@@ -70,7 +74,6 @@ def warm_up(model: DeviceModel, pool: Tensor, most: int, called: _Computes | Non
             called.mtp_forward(batch, hidden[:-1], pool, "mha")
         model.logits(hidden[-1:]).argmax().item()
         event(log, "warmed up", rows=rows, seconds=round(time.monotonic() - began, 2))
-        tokens //= 2
 
 
 def warm_up_rank(rank: DeviceRank, pool: Tensor, most: int, modes: Sequence[Mode]) -> None:

@@ -92,7 +92,7 @@ def _silu_mul(gate_up):
     return torch.nn.functional.silu(gate) * up
 
 
-def _masked(x, weight, counts, expected, used):
+def _masked(x, weight, counts, expected, used, *, out=None):
     assert int((counts > 0).sum()) <= used or not used
     dense = torch.stack([dequantise_blocks(v, s) for v, s in zip(*weight, strict=True)])
     output = torch.bmm(x.values, dense.transpose(1, 2))
@@ -101,7 +101,7 @@ def _masked(x, weight, counts, expected, used):
     return output
 
 
-def _contiguous(x, weight, row_expert, expected):
+def _contiguous(x, weight, row_expert, expected, *, out=None):
     output = torch.full((x.values.shape[0], weight.values.shape[1]), torch.nan)
     for expert in range(weight.values.shape[0]):
         chosen = row_expert == expert

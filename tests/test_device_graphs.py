@@ -220,3 +220,20 @@ def test_what_a_backend_planned_lives_as_long_as_its_graph():
     model.capture(model.new_latents(4, PAGE), (2,), 2, (2,), record)
     gc.collect()
     assert [ref() is not None for ref in scheduler.plans] == [True, True]
+
+
+def test_prompts_whose_experts_take_most_memory_are_computed_first(monkeypatch):
+    model = exact_model(random_model(5, max_position_embeddings=4096))
+    computed = []
+
+    class Called:
+        def forward(self, batch, pool, form):
+            computed.append(batch.num_rows)
+            return torch.zeros(batch.num_rows, model.config.hidden_size)
+
+        def mtp_forward(self, *_):
+            pass
+
+    monkeypatch.setattr("pdmesh.prefill.warming.expert_bytes", lambda _, rows: -abs(rows - 512))
+    warm_up(model, model.new_latents(200, PAGE), 2048, Called())
+    assert computed == [512, 256, 128, 64, 32, 16, 1024, 2048]

@@ -15,10 +15,10 @@ from pdmesh.model.device.memory import (
     check_all_fit,
     plain_weight_bytes,
     plan_memory,
-    step_bytes,
     weight_bytes,
 )
 from pdmesh.model.device.spread import spread_over
+from pdmesh.model.device.step_memory import step_bytes
 from pdmesh.model.parallel.device_heap import heap_bytes
 from pdmesh.model.parallel.nvshmem_lane import Lane
 from pdmesh.model.parallel.nvshmem_tables import Tables
@@ -74,8 +74,14 @@ def test_pages_take_the_room_that_is_left_and_no_more_than_are_of_use():
 def test_a_step_of_few_rows_needs_room_for_all_of_them_at_every_expert():
     config = full_width(4)
     few = step_bytes(config, 256, 256)
-    assert 2.08e9 < few < 4e9
-    assert step_bytes(config, 4096, 1) < 6e9
+    assert 1.42e9 < few < 1.6e9
+    assert step_bytes(config, 4096, 1) < 4e9
+
+
+def test_a_worker_of_large_steps_has_room_for_small_ones_too():
+    config = full_width(4)
+    sizes = [step_bytes(config, rows, 32, keys=4096) for rows in (64, 512, 513, 1088, 2112, 4160)]
+    assert sizes == sorted(sizes)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from model_cases import tokens_of
 from pdmesh.kernels.expert_exchange import ExchangeSize
 from pdmesh.model.batch import Batch, SequenceSlice
 from pdmesh.model.device.layers import MASKED_ROWS
-from pdmesh.model.device.memory import step_bytes
 from pdmesh.model.device.spread import spread_over
 from pdmesh.model.device.stages import DeviceWork
+from pdmesh.model.device.step_memory import step_bytes
 from pdmesh.model.parallel.nvshmem import ReceivedContiguous
 from pdmesh.model.parallel.placement import Placement
 from pdmesh.prefill.config import AUTO_CHUNK, chunk_choices, step_rows

@@ -150,7 +150,7 @@ def test_two_workers_of_eight_full_width_layers_share_an_h200(monkeypatch):
     ("machine", "free", "sections", "sentence"),
     [
         (GOOD, 150, {"model": FULL}, "the model does not fit: weights need 63.2 GB"),
-        (GOOD, 100, {"model": FULL, "decode": {"workers": 1}}, "2 workers need 12"),
+        (GOOD, 100, {"model": FULL, "decode": {"workers": 1}}, "2 workers need 13"),
         (GOOD, 150, {"model": FULL | {"layers": 61}}, "random weights may have fewer --layers"),
         (with_(devices=(A100,)), 150, {}, "add --precision plain"),
         (GOOD, 150, {"model": {"random_weights": True, "experts": 4}}, "is above the 4 experts"),
@@ -177,7 +177,7 @@ def test_random_weights_are_planned_on_a_cpu_too(monkeypatch):
     monkeypatch.setattr(planning, "memory_of", lambda _: (10**10, 10**10))
     assert "weights need 2730" in probe.answer(asked(topology))["problem"]
     small = probe.answer(asked(topology.changed("model", "--model", path=shipped_config("small"))))
-    assert "prefill on cpu: 0.3 of 9.5 GB: weights 0.1" in small["lines"][0]
+    assert "prefill on cpu: 0.6 of 9.5 GB: weights 0.1" in small["lines"][0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -43,9 +43,9 @@ def cuda_capture(pool: object, between: Callable[[], None] | None = None) -> Cap
     then other threads may go on using the device while it is.
     """
     mode = "global" if between is None else "thread_local"
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # memory is kept for each stream
 
     def capture(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):  # compiles kernels, and makes libraries allocate what they keep

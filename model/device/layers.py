@@ -16,7 +16,7 @@ from pdmesh.kernels.quantised import BlockWeight, Rows
 from pdmesh.kernels.rope import RopeTable
 from pdmesh.kernels.routing import Routing, contiguous_capacity
 from pdmesh.model.config import ModelConfig
-from pdmesh.model.device.step import Attention, DeviceStep, Paged, Part, Ragged
+from pdmesh.model.device.step import Attention, DeviceStep, Paged, Part, Ragged, heads_at_once
 from pdmesh.model.device.weights import (
     AttentionWeights,
     LayerWeights,
@@ -24,6 +24,7 @@ from pdmesh.model.device.weights import (
     MlpWeights,
     MoeWeights,
     round_up,
+    rows_of_blocks,
 )
 from pdmesh.model.mla import LATENT_NORM_EPS
 from pdmesh.model.rope import softmax_scale
@@ -54,7 +55,8 @@ class Layers:
             return replace(attention, plan=plan)
         if isinstance(attention, Ragged) and hasattr(ops.mla_prefill, "plan"):
             widths, scale = (c.qk_head_dim, c.v_head_dim), softmax_scale(c)
-            plan = ops.mla_prefill.plan(attention.host_ends, c.num_attention_heads, widths, scale)
+            heads = heads_at_once(c, attention.slots.shape[0])
+            plan = ops.mla_prefill.plan(attention.host_ends, heads, widths, scale)
             return replace(attention, plan=plan)
         return attention
 
@@ -147,6 +149,7 @@ class Layers:
         ops = self.ops
         gate_up = ops.masked_grouped_gemm(rows, w.gate_up, counts, expected, used)
         hidden = ops.masked_silu_mul_quantise(gate_up, counts)
+        del gate_up  # its memory is for what is next
         outputs: Tensor = ops.masked_grouped_gemm(hidden, w.down, counts, expected, used)
         return outputs
 
@@ -158,19 +161,27 @@ class Layers:
         m, experts = normed.shape[0], rule.num_experts
         if m <= MASKED_ROWS:
             # A tile of a grouped product may be of 128 rows, and must not reach the next expert's.
-            capacity = round_up(m) if normed.is_cuda else m
+            capacity = m if normed.device.type == "cpu" else round_up(m)
             rows_of, targets, _ = ops.permute_masked(rows, ids, places, experts, capacity)
             expected = max(1, m * rule.top_k // experts)
-            outputs = self.masked_experts(w, rows_of, routed.counts, expected, m * rule.top_k)
+            how: tuple[object, ...] = (routed.counts, expected, m * rule.top_k)
+            product, activation = ops.masked_grouped_gemm, ops.masked_silu_mul_quantise
         else:
             capacity = contiguous_capacity(m, rule.top_k, experts)
             expected = -(-m * rule.top_k // experts)
             rows_of, targets, row_expert = ops.permute_contiguous(
                 rows, ids, places, routed.counts, capacity
             )
-            gate_up = ops.contiguous_grouped_gemm(rows_of, w.gate_up, row_expert, expected)
-            hidden = ops.silu_mul_quantise(gate_up)
-            outputs = ops.contiguous_grouped_gemm(hidden, w.down, row_expert, expected)
+            how = (row_expert, expected)
+            product, activation = ops.contiguous_grouped_gemm, ops.silu_mul_quantise
+        # In memory at a time: rows or what they are activated to, and one product of the two.
+        lead, widths = rows_of.values.shape[:-1], (w.gate_up.values.shape[1], normed.shape[1])
+        both = normed.new_empty(lead.numel() * max(widths))
+        first, second = (both[: lead.numel() * n].view(*lead, n) for n in widths)
+        gate_up = product(rows_of, w.gate_up, *how, out=first)
+        del rows_of
+        hidden = activation(gate_up, *how[:1]) if m <= MASKED_ROWS else activation(gate_up)
+        outputs = product(hidden, w.down, *how, out=second)
         summed: Tensor = ops.unpermute(outputs, targets, routed.weights)
         return summed if w.shared is None else summed + self.mlp(w.shared, rows)
 
@@ -215,20 +226,41 @@ class Layers:
     def _ragged(
         self, w: AttentionWeights, query: Tensor, ragged: Ragged, pool: Tensor, layer: int
     ) -> Rows:
-        """MHA form: keys and values of every head from the latents in the pages."""
+        """MHA form: keys and values of every head from the latents in the pages; of as many heads
+        at a time as `heads_at_once` has room for."""
         c, ops = self.config, self.ops
         latents = read_latents(pool, layer, ragged.slots).to(query.dtype)
         compressed = ops.quantise_rows(latents[:, : c.kv_lora_rank])
-        up = ops.fp8_gemm(compressed, w.kv_b)
-        up = up.view(latents.shape[0], c.num_attention_heads, -1)
-        keys = ops.join_keys(up[..., : c.qk_nope_head_dim], latents[:, c.kv_lora_rank :])
+        heads, per_head = heads_at_once(c, latents.shape[0]), c.qk_nope_head_dim + c.v_head_dim
+        attended = []
+        for first in range(0, c.num_attention_heads, heads):
+            kv_b = w.kv_b
+            if heads < c.num_attention_heads:
+                kv_b = rows_of_blocks(kv_b, first * per_head, heads * per_head)
+            attended.append(
+                self._mha(
+                    query[:, first : first + heads],
+                    ops.fp8_gemm(compressed, kv_b).view(latents.shape[0], heads, -1),
+                    latents[:, c.kv_lora_rank :],
+                    ragged,
+                )
+            )
+        whole = attended.pop() if len(attended) == 1 else torch.cat(attended, dim=1)
+        rows: Rows = ops.quantise_rows(whole.flatten(1))
+        return rows
+
+    def _mha(self, query: Tensor, up: Tensor, rotated: Tensor, ragged: Ragged) -> Tensor:
+        """query [m, h, nope + rope], up [s, h, nope + value_dim], rotated [s, rope] of all heads:
+        [m, h, value_dim]."""
+        c = self.config
+        keys = self.ops.join_keys(up[..., : c.qk_nope_head_dim], rotated)
         values = up[..., c.qk_nope_head_dim :]
-        scale = softmax_scale(c)
         ends = ragged.query_ends, ragged.key_ends
         planned = {} if ragged.plan is None else {"plan": ragged.plan}
-        attended = ops.mla_prefill(query, keys, values, *ends, scale, **planned)
-        rows: Rows = ops.quantise_rows(attended.flatten(1))
-        return rows
+        if query.shape[1] < c.num_attention_heads:
+            query = query.contiguous()
+        seen: Tensor = self.ops.mla_prefill(query, keys, values, *ends, softmax_scale(c), **planned)
+        return seen
 
     def _absorb(self, query: Tensor, k_b: BlockWeight | Tensor, rotated: Tensor) -> Tensor:
         """query [m, heads, nope], rotated [m, heads, rope]: [m, heads, rank + rope]."""

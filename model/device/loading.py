@@ -42,7 +42,10 @@ def load_weights(
             source = CheckpointSource(stack, path, config, device, mtp, progress)
         else:
             source = RandomSource(device, random.seed, progress, num_tensors(config, mtp))
-        return build_weights(config, source, device, mtp, held=held)
+        weights = build_weights(config, source, device, mtp, held=held)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # no step needs pieces of the sizes that loading did
+    return weights
 
 
 def expected_weights(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdmesh.model.config import ModelConfig
-from pdmesh.model.device.layers import MASKED_ROWS
-from pdmesh.model.device.spread import Exchange
 from pdmesh.model.device.weights import round_up
 from pdmesh.wire.errors import ConfigError
 
@@ -84,28 +81,6 @@ def plain_weight_bytes(
         else:
             total += 3 * hidden * c.intermediate_size
     return value_bytes * total + routers
-
-
-def step_bytes(
-    config: ModelConfig, rows: int, chosen: int, exchange: Exchange | None = None
-) -> int:
-    """Bytes that a step of `rows` rows needs beside weights and pages, generously; logits are
-    wanted for `chosen` of them. Of a rank, its `exchange` and what experts make of all rows too."""
-    c, heads = config, config.num_attention_heads
-    attention = 2 * rows * heads * (2 * c.qk_head_dim + 2 * c.latent_width + 2 * c.v_head_dim)
-    if exchange is not None:
-        routed = exchange.lanes * math.prod(exchange.size.layout)
-    elif rows <= MASKED_ROWS:
-        routed = c.n_routed_experts * round_up(rows)
-    else:
-        top_k = 0 if c.gate is None else c.gate.top_k
-        routed = rows * top_k + 128 * c.n_routed_experts
-    expert_row = 3 * c.hidden_size + 5 * round_up(c.moe_intermediate_size)
-    if exchange is not None and exchange.size.capacity:
-        expert_row -= 3 * c.hidden_size  # rows and outputs stay where the exchange has them
-    dense = rows * (16 * c.hidden_size + 5 * round_up(c.intermediate_size))
-    kept = 0 if exchange is None else exchange.nbytes
-    return attention + routed * expert_row + dense + 8 * chosen * c.vocab_size + kept
 
 
 @dataclass(frozen=True)

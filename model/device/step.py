@@ -14,9 +14,22 @@ from torch import Tensor
 
 from pdmesh.kernels.page_walk import PageWalk
 from pdmesh.model.batch import Batch, Form, SequenceSlice
+from pdmesh.model.config import ModelConfig
 
-MOST_KEYS = 1 << 16
-"""Keys that are projected at once in MHA form, unless one sequence has more."""
+MOST_KEYS = 1 << 14
+"""Keys of all heads that are projected at once in MHA form, by `heads_at_once` fewer heads of a
+sequence that has more: with 128 heads of (192 + 256) bfloat16 1.9 GB, however long a prompt is."""
+HEADS = 128
+"""Of DeepSeek-V3, whose keys `MOST_KEYS` counts."""
+
+
+def heads_at_once(config: ModelConfig, keys: int) -> int:
+    """Heads whose keys and values are there at a time in MHA form: all of them, or such a part of
+    these, halved as often as it takes, that no more than `MOST_KEYS` x `HEADS` are."""
+    heads, per_head = config.num_attention_heads, config.qk_nope_head_dim + config.v_head_dim
+    while keys * heads > MOST_KEYS * HEADS and not heads % 2 and not (heads // 2 * per_head) % 128:
+        heads //= 2
+    return heads
 
 
 @dataclass(frozen=True)

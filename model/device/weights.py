@@ -125,6 +125,12 @@ def place(target: BlockWeight, part: BlockWeight, row: int = 0) -> None:
     target.scales[first : first + part.scales.shape[0], : part.scales.shape[1]].copy_(part.scales)
 
 
+def rows_of_blocks(weight: BlockWeight, first: int, rows: int) -> BlockWeight:
+    """Rows `first` to `first + rows` of a matrix [n, k], both multiples of 128: the same memory."""
+    blocks = slice(first // BLOCK, (first + rows) // BLOCK)
+    return BlockWeight(weight.values[first : first + rows], weight.scales[blocks])
+
+
 def stacked(parts: Sequence[BlockWeight]) -> BlockWeight:
     """Matrices [n_i, k] under each other, all but the last padded with zeros to 128 rows."""
     starts = [0]
