@@ -1,4 +1,4 @@
-"""Writes of one batch that are one block: the layers of a prompt that wait together."""
+"""What of a batch goes together: layers of a prompt in one write, what waits for the same alike."""
 
 from __future__ import annotations
 
@@ -30,6 +30,24 @@ def joined(messages: Sequence[T]) -> list[T | Write]:
             groups.append([message])
             units = more
     return [group[0] if len(group) == 1 else _one(group) for group in groups]
+
+
+def parted(messages: Sequence[T]) -> list[list[T]]:
+    """The messages, in order, cut before each write that waits for what none before it waits for.
+
+    So what is copied for a step that is over, and its end, is not announced with what a step still
+    computes that was begun meanwhile.
+    """
+    parts: list[list[T]] = []
+    waiting: tuple[int, ...] = ()
+    for message in messages:
+        device = message.device if isinstance(message, Write) else None
+        ready = () if device is None else tuple(map(id, device.ready))
+        if not parts or (ready and ready != waiting):
+            parts.append([])
+            waiting = ready
+        parts[-1].append(message)
+    return parts
 
 
 def _goes_on(write: object, later: object) -> bool:

@@ -85,7 +85,8 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuIpcCloseMemHandle": (c_uint64,),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuMemcpy2DAsync_v2": (POINTER(Memcpy2D), c_void_p),
-    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuCtxGetStreamPriorityRange": (POINTER(c_int), POINTER(c_int)),
+    "cuStreamCreateWithPriority": (POINTER(c_void_p), c_uint, c_int),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuEventCreate": (POINTER(c_void_p), c_uint),
@@ -158,9 +159,12 @@ class CudaMemory:
         self.driver("cuIpcCloseMemHandle", c_uint64(address - pool.offset))
 
     def lane(self) -> CudaLane:
+        """Its copies go before what else of this process is ready to run: a layer that is computed
+        leaves while the next one is, not behind it."""
         self.enter()
-        stream = c_void_p()
-        self.driver("cuStreamCreate", byref(stream), c_uint(NON_BLOCKING))
+        stream, least, most = c_void_p(), c_int(), c_int()
+        self.driver("cuCtxGetStreamPriorityRange", byref(least), byref(most))
+        self.driver("cuStreamCreateWithPriority", byref(stream), c_uint(NON_BLOCKING), most)
         return CudaLane(self, stream)
 
     def staging(self, size: int) -> npt.NDArray[np.uint8]:

@@ -30,7 +30,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from pdmesh.kvcache.store import LatentStore
-from pdmesh.kvtransfer.blocks import joined
+from pdmesh.kvtransfer.blocks import joined, parted
 from pdmesh.kvtransfer.checks import checked_units, checksum
 from pdmesh.kvtransfer.device_memory import Copy, DeviceMemory, ExportedPool, Lane, Mark, copies
 from pdmesh.kvtransfer.frames import Credit, to_frame
@@ -84,17 +84,18 @@ class CudaIpcLink(PlacedLink):
 
     def _post(self, batch: list[Frame]) -> None:
         """Queues the copies of a batch; sends what has nothing to wait for."""
-        ordered: list[Frame] = []
-        for message in joined(batch):
-            with self._sending:
-                free = not isinstance(message, Write) and not self._ahead[_key(message)]
-                if free:
-                    self._send([message])
-                else:
-                    self._ahead[_key(message)] += 1
-                    ordered.append(message)
-        if ordered:
-            self._waiting.put(self._copied(ordered))
+        for part in parted(joined(batch)):
+            ordered: list[Frame] = []
+            for message in part:
+                with self._sending:
+                    free = not isinstance(message, Write) and not self._ahead[_key(message)]
+                    if free:
+                        self._send([message])
+                    else:
+                        self._ahead[_key(message)] += 1
+                        ordered.append(message)
+            if ordered:
+                self._waiting.put(self._copied(ordered))
 
     def _posted(self, batch: Sequence[Frame]) -> None:
         """Only queued: the thread that waits for marks says when a write is over."""

@@ -218,7 +218,9 @@ class NvshmemDialer:
         link.pool = self._store.tensor.data_ptr()
         link.signal = self._job.signals.data_ptr() + 8 * welcome.base
         link.rank = int(rank)
-        link.stream = torch.cuda.Stream(self._job.device)  # type: ignore[no-untyped-call]
+        link.stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+            self._job.device, priority=-1
+        )  # puts of a layer go before the layers behind it
         link.start()
         return link
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pdmesh.kvcache.store import LatentStore, taken_units
-from pdmesh.kvtransfer.blocks import joined
+from pdmesh.kvtransfer.blocks import joined, parted
 from pdmesh.kvtransfer.checks import checked_units, checksum
 from pdmesh.kvtransfer.device_memory import copies
 from pdmesh.kvtransfer.frames import BadFrame, Credit, to_frame
@@ -54,12 +55,16 @@ class NvshmemLink(PlacedLink):
                 self._shut()
 
     def _post(self, batch: list[Message | Credit]) -> None:
-        """All puts of a batch, one wait for them, then its messages in order."""
+        for part in parted(joined(batch)):
+            self._post_part(part)
+
+    def _post_part(self, part: Sequence[Message | Credit]) -> None:
+        """All puts of a part, one wait for them, then its messages in order."""
         frames: list[Message | Credit] = []
         with self._putting, torch.cuda.stream(self.stream):
             if self._closed:
                 raise OSError("the connection is closed")
-            for message in joined(batch):
+            for message in part:
                 if isinstance(message, Write):
                     place = self._places[message.lease_id, message.generation]
                     self._put_block(message, place)

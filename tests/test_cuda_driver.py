@@ -97,7 +97,9 @@ class Library:
                 ctypes.memmove(ctypes.byref(values[0]), HANDLE, 64)
             case "cuIpcOpenMemHandle_v2":
                 values[0].value = 0x7000_0000_0000
-            case "cuDevicePrimaryCtxRetain" | "cuStreamCreate" | "cuEventCreate":
+            case "cuCtxGetStreamPriorityRange":
+                values[0].value, values[1].value = 0, -5
+            case "cuDevicePrimaryCtxRetain" | "cuStreamCreateWithPriority" | "cuEventCreate":
                 values[0].value = {"cuDevice": 77, "cuStream": 88, "cuEventC": 99}[name[:8]]
         return 0
 
@@ -172,7 +174,7 @@ class Event:
 def test_copies_go_on_a_stream_of_their_own_behind_the_event_they_follow():
     library = Library()
     lane = CudaMemory(0, library).lane()
-    assert library.named("cuStreamCreate") == [(0, 1)], "not blocking, nor blocked"
+    assert library.named("cuStreamCreateWithPriority") == [(0, 1, -5)], "not blocked, and ahead"
     library.calls.clear()
     lane.follow(Event())
     lane.copy([Copy(1 << 47, 2 << 40, 100), Copy(3, 4, 5 << 33)])
@@ -345,8 +347,9 @@ CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D *a, CUstream b) {
   seen[8] = a->dstDevice; seen[9] = a->srcDevice; seen[10] = a->WidthInBytes;
   seen[11] = a->Height; seen[12] = a->dstPitch; seen[13] = a->srcPitch; seen[14] = (size_t)b;
   return 0; }
-CUresult cuStreamCreate(CUstream *a, unsigned int b) {
-  *a = (CUstream)(b + (1ull << 40)); return 0; }
+CUresult cuCtxGetStreamPriorityRange(int *a, int *b) { *a = 0; *b = -5; return 0; }
+CUresult cuStreamCreateWithPriority(CUstream *a, unsigned int b, int c) {
+  *a = (CUstream)(b + (1ull << 40)); return c != -5; }
 CUresult cuStreamWaitEvent(CUstream a, CUevent b, unsigned int c) { seen[6] = (size_t)b; return 0; }
 CUresult cuStreamDestroy(CUstream a) { return a != (CUstream)((1ull << 40) + 1); }
 CUresult cuEventCreate(CUevent *a, unsigned int b) { *a = (CUevent)(b + (1ull << 41)); return 0; }

@@ -15,7 +15,7 @@ from test_kvtransfer_cuda_ipc import until
 
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer import blocks, transfer
-from pdmesh.kvtransfer.blocks import joined
+from pdmesh.kvtransfer.blocks import joined, parted
 from pdmesh.kvtransfer.checks import checked_units
 from pdmesh.kvtransfer.device_memory import copies, runs
 from pdmesh.kvtransfer.frames import Credit
@@ -163,6 +163,24 @@ def test_what_does_not_go_on_stays_as_it_is_and_in_its_place(between):
     first, other = write_of(store, 1), between(store)
     assert joined([first, other]) == [first, other]
     assert joined([other, first]) == [other, first]
+
+
+def test_a_batch_is_cut_before_what_waits_for_something_else():
+    store = LatentStore(4, 6, 2, 3, torch.float32)
+    early, late = Ready(), Ready()
+
+    def after(ready, layer, lease="a"):
+        write = write_of(store, layer, lease=lease)
+        return replace(write, device=replace(write.device, ready=ready))
+
+    # Prompts of one step wait for the same event; what waits for none goes with what is before it.
+    step = [after((early,), 4), after((early,), 4, "b"), Open("c", 1), after((), 5)]
+    later = [after((late,), 0, "c"), Credit(1)]
+    both = [after((late, early), 1, "c")]
+    messages = step + later + both
+    assert parted(messages) == [step, later, both]
+    assert parted([Credit(1), Open("a", 1), *later]) == [[Credit(1), Open("a", 1)], later]
+    assert parted([]) == []
 
 
 def test_pages_outside_of_the_store_are_not_handed_to_a_device():

@@ -157,6 +157,38 @@ def test_another_lease_is_opened_while_copies_wait():
         until(lambda: first.phase is protocol.Phase.DONE, "not acknowledged")
 
 
+def test_an_end_does_not_wait_for_pages_of_the_next_prompt_that_are_still_computed(monkeypatch):
+    with cuda_ipc_rig() as rig:
+        rig.device.held, staging = True, rig.device.staging
+        first = rig.sender.open(rig.lease("a", pages=(3,)))
+        second = rig.sender.open(rig.lease("b", pages=(4,)))
+        busy, gate = threading.Event(), threading.Event()
+
+        def stands(size):
+            busy.set()
+            assert gate.wait(PATIENCE)
+            return staging(size)
+
+        monkeypatch.setattr(rig.device, "staging", stands)
+        first.push_layer(rig.source, 0, 0, [0])
+        assert busy.wait(PATIENCE)
+        # All of this comes to the thread that copies at once, when it is through with that.
+        first.push_layer(rig.source, 0, 1, [0])
+        first.start_finish(fin_of(first))
+        rig.source.ready = later = Ready()
+        second.push_layer(rig.source, 0, 0, [1])
+        gate.set()
+        rig.device.wait_queued(6)
+        for work in [work for work in rig.device.works() if later not in work.after]:
+            rig.device.finish(rig.device.queued.index(work))
+        until(lambda: first.phase is protocol.Phase.DONE, "it waited for the other's pages")
+        assert arrived(rig, "b") == 0
+        later.happened = True
+        rig.device.let_go()
+        second.push_layer(rig.source, 0, 1, [1])
+        rig.finish(second)
+
+
 def test_places_are_told_when_the_receivers_device_is_through_with_them():
     with cuda_ipc_rig() as rig:
         rig.device.gate.clear()

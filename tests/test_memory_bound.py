@@ -52,7 +52,13 @@ def test_torch_is_told_to_keep_to_the_plan_and_to_half_of_what_is_kept_back(devi
 
 
 @pytest.mark.parametrize(
-    ("changed", "level"), [({}, "INFO"), ({"reserved": 72 * GB}, "WARNING")], ids=["within", "over"]
+    ("changed", "level"),
+    [
+        pytest.param({}, "INFO", id="within"),
+        pytest.param({"reserved": 72 * GB}, "INFO", id="pieces-in-what-is-kept-back"),
+        pytest.param({"reserved": 73 * GB}, "WARNING", id="pieces-beyond-it"),
+        pytest.param({"peak": 72 * GB, "reserved": 72 * GB}, "WARNING", id="tensors-over"),
+    ],
 )
 def test_the_log_has_what_was_planned_and_what_is_taken(device, caplog, changed, level):
     device.update(changed)
@@ -62,7 +68,7 @@ def test_the_log_has_what_was_planned_and_what_is_taken(device, caplog, changed,
     assert record.levelname == level
     assert record.fields["planned_gb"] == "71.0"
     assert record.fields["used_gb"] == "70.0"
-    assert record.fields["peak_gb"] == "69.0"
+    assert record.fields["peak_gb"] == f"{device['peak'] / GB:.1f}"
 
 
 def test_prometheus_has_the_same(device):

@@ -84,7 +84,7 @@ class MemoryBound:
         is taken."""
         found = self.figures()
         numbers = {f"{name}_gb": f"{value / GB:.1f}" for name, value in asdict(found).items()}
-        over = max(found.peak, found.reserved) > found.planned
+        over = found.peak > found.planned or found.reserved > limit(self.plan)
         name = "device memory beyond the plan" if over else "device memory"
         event(log, name, logging.WARNING if over else logging.INFO, worker=worker, **numbers)
 
