@@ -35,6 +35,7 @@ QUICK := not gpu and not gpu2 and not full
 # A file is one process's, in the order of tests/conftest.py.
 SHARED := --dist loadfile --no-loadscope-reorder
 PROTO := .pythonpath/pdmesh/wire/chat.proto
+STUBS := grpcio-tools==1.72.2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev chat test test-full test-gpu bench proto clean
@@ -104,9 +105,16 @@ test-gpu:
 bench: .venv/.dev
 	$(VENV) -P bench/cpu_chat.py $(BENCH_ARGS)
 
-proto: .venv/.dev
-	$(RUN) grpc_tools.protoc -I .pythonpath --python_out=.pythonpath --pyi_out=.pythonpath \
-	  --grpc_python_out=.pythonpath $(PROTO)
+proto: .venv/stubs/.made
+	.venv/stubs/bin/python -m grpc_tools.protoc -I .pythonpath --python_out=.pythonpath \
+	  --pyi_out=.pythonpath --grpc_python_out=.pythonpath $(PROTO)
+
+# Stubs ask for a grpcio and a protobuf at least as new as what generates them. So that they run
+# beside most others, that is an old one, which needs an environment of its own.
+.venv/stubs/.made: Makefile | .venv/bin/pip
+	.venv/bin/python -m venv .venv/stubs
+	.venv/stubs/bin/pip install -q --disable-pip-version-check '$(STUBS)'
+	@touch $@
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,5 +1,6 @@
 """What is installed: every package, every data file."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -41,6 +44,29 @@ def test_every_top_level_package_is_checked_by_the_static_tools():
     top = {name.split(".")[1] for name in PACKAGES}
     assert {name.split(".")[1] for name in PROJECT["tool"]["mypy"]["packages"]} == top
     assert set(PROJECT["tool"]["pyright"]["include"]) == top
+
+
+def least(package: str) -> Version:
+    """The oldest version that pip takes to be enough."""
+    asked = map(Requirement, PROJECT["project"]["dependencies"])
+    (specifier,) = next(iter(one.specifier for one in asked if one.name == package))
+    assert specifier.operator == ">="
+    return Version(specifier.version)
+
+
+def test_the_oldest_grpcio_and_protobuf_that_are_enough_run_the_generated_stubs():
+    grpc_stubs = (ROOT / "wire" / "chat_pb2_grpc.py").read_text()
+    (wanted,) = re.findall(r"^GRPC_GENERATED_VERSION = '(.+)'$", grpc_stubs, re.MULTILINE)
+    assert least("grpcio") >= Version(wanted)
+    messages = (ROOT / "wire" / "chat_pb2.py").read_text()
+    (wanted,) = re.findall(r"^# Protobuf Python Version: (.+)$", messages, re.MULTILINE)
+    assert least("protobuf") >= Version(wanted)
+
+
+def test_the_stubs_run_with_this_major_version_of_protobuf_without_a_warning():
+    """protobuf takes stubs of its own major version and of the one before."""
+    code = "import pdmesh.wire.chat_pb2_grpc"
+    subprocess.run([sys.executable, "-P", "-W", "error", "-c", code], check=True)
 
 
 def test_no_folder_is_importable_under_a_plain_name():

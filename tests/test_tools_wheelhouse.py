@@ -57,7 +57,7 @@ class FakePip:
         with zipfile.ZipFile(folder / f"{file}-1.0-py3-none-any.whl", "w") as wheel:
             for path, text in CARRIED.get(name, {f"{file}.py": ""}).items():
                 wheel.writestr(path, text)
-            lines = ["Metadata-Version: 2.1", f"Name: {name}"]
+            lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0"]
             lines += [f"Requires-Dist: {one}" for one in self.requires]
             wheel.writestr(f"{file}-1.0.dist-info/METADATA", "\n".join(lines) + "\n\n")
 
@@ -95,10 +95,43 @@ def test_what_the_host_has_is_not_carried_however_it_is_spelt(tmp_path):
     there = tmp_path / "host.txt"
     there.write_text("# pip list\nFlashInfer_Python==0.6.13\n\nmsgspec @ file:///x\n")
     have = wheelhouse.read_have(f"torch, @{there}")
-    assert have == ["torch", "flashinfer-python", "msgspec"]
+    assert have == {"torch": None, "flashinfer-python": "0.6.13", "msgspec": None}
     names = [wheelhouse.named(one) for one in wheelhouse.wanted(["kernels"], have, {})]
     assert "sgl-deep-gemm" in names
     assert not {"flashinfer-python", "msgspec"} & set(names)
+
+
+def test_what_the_host_has_in_a_version_that_is_too_old_is_carried(project, tmp_path, capsys):
+    run = FakePip()
+    assert collect(project, tmp_path / "out", run=run, have="msgspec==0.18.2") == 0
+    assert "msgspec==0.23.0" in run.calls[0]
+    assert "msgspec 0.18.2 of that host is not msgspec>=0.19: carried" in capsys.readouterr().out
+    run = FakePip()
+    assert collect(project, tmp_path / "new", run=run, have="msgspec==0.19.0") == 0
+    assert "msgspec==0.23.0" not in run.calls[0]
+    about = json.loads((tmp_path / "new" / "wheelhouse.json").read_text())
+    assert about["assumed"]["msgspec"] == "msgspec>=0.19"
+
+
+def test_a_host_that_has_less_than_it_was_taken_to_have_is_told_before_anything_is_unpacked(
+    project, tmp_path
+):
+    collect(project, tmp_path / "out")
+    target = tmp_path / "site"
+    take_for_granted(tmp_path / "out", numpy="numpy>=9000", grpcio="grpcio>=1", leftpad="leftpad")
+    said = refused("install", tmp_path / "out", "--target", target)
+    assert re.search(r"numpy is [0-9.]+ here, and numpy>=9000 is needed; leftpad is not here", said)
+    assert "grpcio" not in said
+    assert "--have @FILE" in said
+    assert not target.exists()
+
+
+def test_what_another_folder_has_brought_counts_as_there(project, tmp_path):
+    collect(project, tmp_path / "one")
+    collect(project, tmp_path / "two", have="msgspec")
+    take_for_granted(tmp_path / "one")
+    take_for_granted(tmp_path / "two", msgspec="msgspec>=1.0", **{"nvshmem4py-cu13": "nvshmem"})
+    wheelhouse.install([tmp_path / "one", tmp_path / "two"], tmp_path / "site", FakePip())
 
 
 def test_a_package_of_two_groups_comes_once():
@@ -118,7 +151,14 @@ def test_every_kernel_library_of_the_gpu_extra_is_in_a_group_with_its_pin():
     assert core - grouped == {"torch", "numpy"}
 
 
+def take_for_granted(folder, **assumed):
+    """As if the packages had been collected for a host that has these."""
+    about = json.loads((folder / "wheelhouse.json").read_text())
+    (folder / "wheelhouse.json").write_text(json.dumps(about | {"assumed": assumed}))
+
+
 def installed(folder, target):
+    take_for_granted(folder, numpy="numpy>=1")
     done = subprocess.run(
         [sys.executable, "-P", str(ROOT / "tools" / "wheelhouse.py"), "install"]
         + [str(folder), "--target", str(target)],
@@ -195,6 +235,7 @@ def test_a_folder_over_the_limit_is_said_and_fails(project, tmp_path, capsys):
 def test_wheels_may_stay_as_they_are(project, tmp_path):
     assert collect(project, tmp_path / "out", "--form", "wheels") == 0
     assert len(list((tmp_path / "out").glob("*.whl"))) == 2
+    take_for_granted(tmp_path / "out", numpy="numpy>=1")
     run = FakePip()
     wheelhouse.install([tmp_path / "out"], tmp_path / "site", run)
     assert {"--no-index", "--no-deps"} <= set(run.calls[0])

@@ -14,7 +14,8 @@ a file (`pip list --format freeze` over there). Versions are those of pyproject.
 constraints.txt. `--form wheels` keeps the wheels as they are instead.
 
 `install` needs Python's standard library alone (pip for wheels). It prints the line that makes the
-packages importable, everything else goes to stderr.
+packages importable, everything else goes to stderr. What was taken to be there and is not, or is
+older than this project needs, is refused by name before anything is unpacked.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import tomllib
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from email.parser import Parser
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +67,21 @@ def named(requirement: str) -> str:
     return canonical(found.group())
 
 
-def known_versions(root: Path = ROOT) -> dict[str, str]:
-    """By package, the requirement to download: a pin of a constraint or extra, else as it is."""
+def declared(root: Path = ROOT) -> dict[str, str]:
+    """By package, what the project asks for, pins of its extras included."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = project.get("optional-dependencies", {})
-    listed = [*project["dependencies"], *extras.get("gpu", ()), *extras.get("dev", ())]
-    listed += (root / "constraints.txt").read_text().splitlines()
+    return _by_package([*project["dependencies"], *extras.get("gpu", ()), *extras.get("dev", ())])
+
+
+def known_versions(root: Path = ROOT) -> dict[str, str]:
+    """By package, the requirement to download: a pin of an extra or constraint, else as it is."""
+    pins = (root / "constraints.txt").read_text().splitlines()
+    return _by_package([*declared(root).values(), *pins])
+
+
+def _by_package(listed: Iterable[str]) -> dict[str, str]:
+    """Requirements by package: the first that pins a version, else the first."""
     found: dict[str, str] = {}
     for line in listed:
         requirement = line.split(";")[0].split("#")[0].strip()
@@ -82,19 +93,51 @@ def known_versions(root: Path = ROOT) -> dict[str, str]:
     return found
 
 
+def names_of(groups: Iterable[str]) -> list[str]:
+    """The packages of groups, each once."""
+    return list(dict.fromkeys(canonical(name) for group in groups for name in GROUPS[group]))
+
+
 def wanted(groups: Iterable[str], have: Iterable[str], versions: dict[str, str]) -> list[str]:
     """What is to be downloaded, each package once, without those that are there."""
     there = {canonical(name) for name in have}
-    names = dict.fromkeys(canonical(name) for group in groups for name in GROUPS[group])
-    return [versions.get(name, name) for name in names if name not in there]
+    return [versions.get(name, name) for name in names_of(groups) if name not in there]
 
 
-def read_have(text: str) -> list[str]:
-    """Packages of a comma-separated list, of which "@FILE" stands for a file's lines."""
-    found: list[str] = []
+def read_have(text: str) -> dict[str, str | None]:
+    """Packages of a comma-separated list, of which "@FILE" stands for a file's lines, each with its
+    version where it is said."""
+    found: dict[str, str | None] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         lines = Path(part[1:]).read_text().splitlines() if part.startswith("@") else [part]
-        found += [named(line) for line in lines if re.match(r"\s*[A-Za-z0-9]", line)]
+        for line in lines:
+            if re.match(r"\s*[A-Za-z0-9]", line):
+                version = re.search(r"==\s*([^\s;]+)", line)
+                found[named(line)] = version and version.group(1)
+    return found
+
+
+def fits(requirement: str, version: str) -> bool:
+    """Whether a version of a package is one that is asked for."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:  # a host that has nothing but pip
+        from pip._vendor.packaging.requirements import (  # type: ignore[import-untyped, no-redef]
+            Requirement,
+        )
+    return bool(Requirement(requirement.split(";")[0]).specifier.contains(version, True))
+
+
+def unfit(assumed: dict[str, str], target: Path) -> list[str]:
+    """What of the packages that a host was taken to have is neither there nor in `target`."""
+    found = []
+    for name, requirement in assumed.items():
+        there = metadata.distributions(name=name, path=[str(target), *sys.path])
+        version = next((one.version for one in there), None)
+        if version is None:
+            found.append(f"{name} is not here")
+        elif not fits(requirement, version):
+            found.append(f"{name} is {version} here, and {requirement} is needed")
     return found
 
 
@@ -191,7 +234,10 @@ def folder_bytes(folder: Path) -> int:
 
 def collect(args: argparse.Namespace, run: Pip = pip) -> int:
     """The command; its exit status: 1 if the folder is over its limit."""
-    have = read_have(args.have)
+    asked, said = declared(args.project), read_have(args.have)
+    have = [name for name, v in said.items() if v is None or fits(asked.get(name, name), v)]
+    for name in sorted(said.keys() - set(have)):
+        print(f"{name} {said[name]} of that host is not {asked[name]}: carried")
     requirements = wanted(args.groups, have, known_versions(args.project))
     if not requirements:
         print("everything is there already: nothing to carry")
@@ -213,6 +259,7 @@ def collect(args: argparse.Namespace, run: Pip = pip) -> int:
             "machine": args.machine,
             "groups": list(args.groups),
             "packages": packages,
+            "assumed": {n: asked.get(n, n) for n in names_of(args.groups) if n in set(have)},
         }
         missing = unmet(wheels, have, args.python)
         if args.form == "archive":
@@ -265,13 +312,18 @@ def install(folders: Sequence[Path], target: Path, run: Pip = pip) -> None:
     """Unpacks the folders' packages into `target` and prints the line that makes them importable.
 
     Raises:
-        ValueError: a folder is damaged, or for another Python.
+        ValueError: a folder is damaged, for another Python, or for a host that has more.
     """
     for folder in folders:
         about = read_about(folder)
         here = f"{sys.version_info.major}.{sys.version_info.minor}"
         if about["python"] != here:
             raise ValueError(f"{folder} is for Python {about['python']}, this is {here}")
+        if lacking := unfit(about.get("assumed", {}), target):
+            raise ValueError(
+                f"{'; '.join(lacking)}: collect {folder} again with --have @FILE, the output of"
+                " pip list --format freeze on this host"
+            )
         target.mkdir(parents=True, exist_ok=True)
         if about["form"] == "archive":
             with tarfile.open(folder / "site.tar.xz", "r:xz") as tar:

@@ -5,7 +5,7 @@ import warnings
 
 from pdmesh.wire import chat_pb2 as pdmesh_dot_wire_dot_chat__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.72.2'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in pdmesh/wire/chat_pb2_grpc.py depends on'
+        + f' but the generated code in pdmesh/wire/chat_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class ChatServiceStub:
+class ChatServiceStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -46,7 +46,7 @@ class ChatServiceStub:
                 _registered_method=True)
 
 
-class ChatServiceServicer:
+class ChatServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def StreamChat(self, request, context):
@@ -84,7 +84,7 @@ def add_ChatServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class ChatService:
+class ChatService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
