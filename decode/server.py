@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
-import torch
 
 from pdmesh.decode.capturing import capture, capture_rank
 from pdmesh.decode.config import DecodeConfig, step_rows
@@ -44,7 +43,7 @@ from pdmesh.model.served import (
     served_grammars,
     store_dtype,
 )
-from pdmesh.model.starting import start_model
+from pdmesh.model.starting import settle_threads, start_model
 from pdmesh.registry.draining import Life, Workload, counted
 from pdmesh.registry.host import Binding, host_worker
 from pdmesh.registry.loading import LoadingLog
@@ -86,7 +85,7 @@ async def serve_decode(config: DecodeConfig) -> None:
 
 
 async def _serve(config: DecodeConfig, shared: MappedWeights | None) -> None:
-    torch.set_num_threads(config.threads)
+    settle_threads(config.threads)
     secret = read_secret(config.secret_file)
     loading = partial(LoadingLog, config.worker_id, config.model_path)
     rows = (step_rows(config.max_batch, config.draft_tokens),)

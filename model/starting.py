@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -26,6 +27,10 @@ from pdmesh.wire.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
 
+TURN_S = 5e-4
+"""Python's threads take turns this often where several want one. The default, 5 ms, is how long a
+step's thread may stand still while messages go out, and messages while kernels are launched."""
+
 
 class Loading(Protocol):
     """Told of a load that has begun."""
@@ -35,6 +40,12 @@ class Loading(Protocol):
 
     def loaded(self) -> None:
         """The model is in memory."""
+
+
+def settle_threads(compute: int) -> None:
+    """For the whole process: `compute` threads of torch on a CPU, short turns for Python's own."""
+    torch.set_num_threads(compute)
+    sys.setswitchinterval(TURN_S)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
-import torch
 
 from pdmesh.kvcache.checksums import page_checksums
 from pdmesh.kvcache.manager import KvManager
@@ -33,7 +32,7 @@ from pdmesh.model.served import (
     served_grammars,
     store_dtype,
 )
-from pdmesh.model.starting import start_model
+from pdmesh.model.starting import settle_threads, start_model
 from pdmesh.prefill.config import (
     AUTO_CHUNK,
     STEP_PROMPTS,
@@ -80,7 +79,7 @@ async def serve_prefill(config: PrefillConfig) -> None:
 
 
 async def _serve(config: PrefillConfig, shared: MappedWeights | None) -> None:
-    torch.set_num_threads(config.threads)
+    settle_threads(config.threads)
     secret = read_secret(config.secret_file)
     loading = partial(LoadingLog, config.worker_id, config.model_path)
     chunks = chunk_choices(config.chunk_tokens, config.device, max(1, len(config.ep_ranks)))

@@ -1,10 +1,13 @@
 """What a worker does before it serves, without loading a model: how large its steps are."""
 
+import sys
+
 import pytest
+import torch
 
 from pdmesh.launch.topology import shipped_config
 from pdmesh.model import planning, starting
-from pdmesh.model.starting import start_model
+from pdmesh.model.starting import TURN_S, settle_threads, start_model
 from pdmesh.prefill.config import PrefillConfig
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.random_weights import RandomWeights
@@ -63,3 +66,14 @@ def test_a_worker_that_was_told_its_step_takes_no_other(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="does not fit"):
         started(monkeypatch, tmp_path, 0.15, rows=ROWS[:1])
     assert started(monkeypatch, tmp_path, 0.15).rows < ROWS[0]
+
+
+def test_a_workers_threads_take_short_turns():
+    """A step's thread asks for Python while messages go out."""
+    before, compute = sys.getswitchinterval(), torch.get_num_threads()
+    try:
+        settle_threads(compute)
+        assert sys.getswitchinterval() == pytest.approx(TURN_S)
+        assert before > TURN_S
+    finally:
+        sys.setswitchinterval(before)
