@@ -147,13 +147,24 @@ def choose_backends(
     Raises:
         ValueError: a forced backend does not exist or cannot be used; the message says why.
     """
-    from pdmesh.kernels.candidates import register
-
-    register()
-    if forced is None:
-        named = os.environ.get(VARIABLE, "") if device.type == "cuda" else ""
-        forced = named_backends(named)
+    forced = _forced(device) if forced is None else forced
     return Backends([_choose(op, device, shapes, forced.get(op)) for op in PLAIN])
+
+
+def check_named(device: torch.device, shapes: Shapes) -> None:
+    """Whether what $PDMESH_BACKENDS names can be used, before anything is loaded for it.
+
+    Args:
+        device: where it is to run.
+        shapes: of the model.
+
+    Raises:
+        ValueError: as `choose_backends`.
+    """
+    current = -1 if device.index is None else device.index  # -1: the one that is current
+    for op, backend in _forced(device).items():
+        with torch.cuda.device(current):
+            _usable(op, device, shapes, backend)
 
 
 def named_backends(text: str) -> dict[str, str]:
@@ -162,9 +173,6 @@ def named_backends(text: str) -> dict[str, str]:
     Raises:
         ValueError: it is not of that form, or there is no such operation or backend.
     """
-    from pdmesh.kernels.candidates import register
-
-    register()
     named: dict[str, str] = {}
     for word in filter(None, text.split(",")):
         op, _, backend = word.partition("=")
@@ -179,7 +187,14 @@ def named_backends(text: str) -> dict[str, str]:
     return named
 
 
+def _forced(device: torch.device) -> dict[str, str]:
+    return named_backends(os.environ.get(VARIABLE, "") if device.type == "cuda" else "")
+
+
 def _candidates(op: str) -> tuple[Candidate, ...]:
+    from pdmesh.kernels.candidates import register
+
+    register()
     return (*FASTER.get(op, ()), _plain(PLAIN[op]))
 
 
@@ -188,6 +203,14 @@ def _no_backend(op: str, backend: str, known: Sequence[str]) -> str:
 
 
 def _choose(op: str, device: torch.device, shapes: Shapes, forced: str | None) -> Choice:
+    candidate, reason = _usable(op, device, shapes, forced)
+    return Choice(op, candidate.backend, reason, candidate.load(device))
+
+
+def _usable(
+    op: str, device: torch.device, shapes: Shapes, forced: str | None
+) -> tuple[Candidate, str]:
+    """The best candidate that can be used, and why it is taken; nothing is loaded."""
     refused: list[str] = []
     known: list[str] = []
     for candidate in _candidates(op):
@@ -197,8 +220,7 @@ def _choose(op: str, device: torch.device, shapes: Shapes, forced: str | None) -
         problem = candidate.why_not(device, shapes)
         if problem is None:
             reason = candidate.strength if not forced else f"{candidate.strength}; asked for"
-            reason = "; ".join([reason, *refused])
-            return Choice(op, candidate.backend, reason, candidate.load(device))
+            return candidate, "; ".join([reason, *refused])
         refused.append(f"not {candidate.backend}: {problem}")
     if forced is not None and forced not in known:
         raise ValueError(_no_backend(op, forced, known))

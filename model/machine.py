@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from pdmesh.kernels.backends import VARIABLE, Backends, Shapes, choose_backends, named_backends
+from pdmesh.kernels.backends import (
+    VARIABLE,
+    Backends,
+    Shapes,
+    check_named,
+    choose_backends,
+    named_backends,
+)
 from pdmesh.kernels.cuda_build import nvcc
 from pdmesh.wire.errors import ConfigError
 from pdmesh.wire.hashes import Precision
@@ -67,10 +76,29 @@ def backends_for(device: torch.device, shapes: Shapes) -> Backends:
     Raises:
         ConfigError: $PDMESH_BACKENDS names what there is not, or what cannot be used here.
     """
-    try:
+    with _blamed_on_variable():
         return choose_backends(device, shapes)
+
+
+def check_backends(device: torch.device, shapes: Shapes) -> None:
+    """Whether `backends_for` will find what $PDMESH_BACKENDS names; no memory is taken for it.
+
+    Raises:
+        ConfigError: as `backends_for`.
+    """
+    with _blamed_on_variable():
+        check_named(device, shapes)
+
+
+@contextlib.contextmanager
+def _blamed_on_variable() -> Iterator[None]:
+    try:
+        yield
     except ValueError as error:
-        raise ConfigError(f"{error}; ${VARIABLE} is {os.environ.get(VARIABLE)!r}") from error
+        named = os.environ.get(VARIABLE)
+        raise ConfigError(
+            f"{error}; ${VARIABLE} is {named!r}: name another backend there, or none"
+        ) from error
 
 
 def check_machine(machine: Machine, device: str, precision: Precision) -> None:

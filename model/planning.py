@@ -14,9 +14,10 @@ from pdmesh.model.device.memory import (
     plan_memory,
     weight_bytes,
 )
+from pdmesh.model.device.model import shapes_of
 from pdmesh.model.device.spread import spread_over
 from pdmesh.model.device.step_memory import LIBRARY_BYTES, step_bytes
-from pdmesh.model.machine import check_machine, this_machine
+from pdmesh.model.machine import check_backends, check_machine, this_machine
 from pdmesh.model.random_weights import served_config
 from pdmesh.model.served import Placing
 from pdmesh.wire.errors import ConfigError
@@ -66,7 +67,8 @@ def plan_pages(
         The number, and what it comes from: on a CUDA device, and for random weights anywhere.
 
     Raises:
-        ConfigError: the device cannot compute the model, or has not enough memory.
+        ConfigError: the device cannot compute the model, not by the backends that
+            $PDMESH_BACKENDS names, or has not enough memory.
     """
     precision = placing.chosen
     on_cuda = torch.device(placing.device).type == "cuda"
@@ -75,6 +77,9 @@ def plan_pages(
     if not on_cuda and random is None:
         return pages or CPU_PAGES, None
     config = served_config(path, random)
+    if on_cuda and precision == "fp8":
+        shapes = shapes_of(config, page_size, 1 if placing.packed else 2)
+        check_backends(torch.device(placing.device), shapes)
     value_bytes = 2 if precision == "fp8" else getattr(torch, dtype).itemsize
     latent = 656 if placing.packed else value_bytes * config.latent_width
     layers = config.num_hidden_layers + (config.num_nextn_predict_layers if mtp else 0)

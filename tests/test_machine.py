@@ -1,20 +1,22 @@
 """Whether a machine can compute what a mesh asks for: known before any process starts."""
 
+import contextlib
 import json
 import re
 
 import pytest
 import torch
 
-from pdmesh.kernels import candidates
-from pdmesh.kernels.backends import Shapes
+from pdmesh.kernels import backends, candidates
+from pdmesh.kernels.backends import Candidate, Shapes
 from pdmesh.launch import machine as asking
 from pdmesh.launch import probe, up
 from pdmesh.launch.cli import main
 from pdmesh.launch.machine import asked
 from pdmesh.launch.topology import AUTO_PAGES, Topology, shipped_config
-from pdmesh.model import planning
+from pdmesh.model import planning, starting
 from pdmesh.model.machine import Machine, backends_for, check_machine, remarks, this_machine
+from pdmesh.model.parallel import serving
 from pdmesh.wire.errors import ConfigError
 
 H200 = ("NVIDIA H200", (9, 0))
@@ -204,6 +206,96 @@ def test_a_worker_by_hand_without_its_device_ends_before_it_loads_anything(capsy
 def test_a_probe_that_breaks_is_one_sentence():
     with pytest.raises(ConfigError, match="could not be looked at: KeyError: 'workers'"):
         asking._process({})
+
+
+def on_an_h200(monkeypatch):
+    """One of whose kernels is for packed latents alone, and must not be loaded."""
+    on_a(monkeypatch, GOOD, 150 * 10**9, 150_700_000_000)
+    candidates.register()
+
+    def never(_):
+        raise AssertionError("it is loaded")
+
+    def hopper(device, shapes):
+        return None if shapes.latent_bytes == 1 else "the pages hold latents in bfloat16"
+
+    monkeypatch.setitem(backends.FASTER, "mla_decode", (Candidate("hopper", never, hopper, ""),))
+
+
+NOT_HOPPER = "mla_decode: not hopper: the pages hold latents in bfloat16"
+NAMED = "$PDMESH_BACKENDS is 'unpermute=torch,mla_decode=hopper': name another backend there"
+
+
+def test_a_mesh_whose_named_backend_cannot_compute_ends_before_any_process_starts(
+    capsys, monkeypatch
+):
+    on_an_h200(monkeypatch)
+    monkeypatch.setattr(up, "claim", lambda *_: pytest.fail("it goes on"))
+    monkeypatch.setattr(
+        up, "check_machine", lambda topology: asking.check_machine(topology, probe.answer)
+    )
+    monkeypatch.setenv("PDMESH_BACKENDS", "unpermute=torch,mla_decode=hopper")
+    for shared in ((), ("--share-weights",)):
+        assert main(["up", "--device", "cuda", *shared]) == 2
+        sentence = capsys.readouterr().err
+        assert NOT_HOPPER in sentence
+        assert NAMED in sentence
+        assert sentence.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("prefill",),
+        ("decode",),
+        ("prefill", "--ep-rank", "1", "--ep-ranks", "127.0.0.1:1,127.0.0.1:2"),
+        ("decode", "--ep-rank", "0", "--ep-ranks", "127.0.0.1:1,127.0.0.1:2"),
+    ],
+)
+def test_a_worker_whose_named_backend_cannot_compute_ends_before_it_loads_anything(
+    capsys, monkeypatch, tmp_path, words
+):
+    on_an_h200(monkeypatch)
+    monkeypatch.setattr(serving, "check_nvshmem", lambda: None)
+    monkeypatch.setattr(starting, "load_served_model", lambda *_, **__: pytest.fail("it loads"))
+    monkeypatch.setenv("PDMESH_BACKENDS", "unpermute=torch,mla_decode=hopper")
+    secret = tmp_path / "key"
+    secret.write_bytes(b"k" * 32)
+    flags = ("--redis", "redis://127.0.0.1:1", "--secret-file", str(secret), "--device", "cuda")
+    assert main(["serve", *words, *flags]) == 2
+    err = capsys.readouterr().err
+    assert NOT_HOPPER in err
+    assert NAMED in err
+    assert "event=loading" not in err
+
+
+def test_named_backends_that_can_compute_are_not_refused_and_not_loaded_to_know(monkeypatch):
+    on_an_h200(monkeypatch)
+    monkeypatch.setenv("PDMESH_BACKENDS", "unpermute=torch,mla_decode=hopper")
+    found = probe.answer(asked(cuda(model={"latents": "fp8", **FULL}, decode={"workers": 1})))
+    assert "problem" not in found, found
+
+
+def test_a_named_backend_is_asked_about_the_device_that_it_is_for(monkeypatch):
+    on_an_h200(monkeypatch)
+    monkeypatch.setenv("PDMESH_BACKENDS", "mla_decode=hopper")
+    current = []
+    monkeypatch.setattr(
+        torch.cuda, "device", lambda index: current.append(index) or contextlib.nullcontext()
+    )
+    shapes = Shapes(7168, 128, 512, 64, 128, 128, 2048, 256, 64, latent_bytes=1)
+    for device in ("cuda", "cuda:1"):
+        backends.check_named(torch.device(device), shapes)
+    assert current == [-1, 1]
+
+
+def test_backends_named_for_a_gpu_leave_a_cpu_and_plain_precision_alone(monkeypatch):
+    on_an_h200(monkeypatch)
+    monkeypatch.setenv("PDMESH_BACKENDS", "mla_decode=hopper")
+    plain = cuda(model={"precision": "plain"})
+    assert "problem" not in probe.answer(asked(plain))
+    small = {"random_weights": True, "path": shipped_config("small"), "precision": "fp8"}
+    assert "problem" not in probe.answer(asked(Topology().changed("model", "a flag", **small)))
 
 
 def test_a_backend_that_is_asked_for_and_cannot_compute_the_model_is_wrong_input(monkeypatch):
