@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from pdmesh.model.batch import Batch, Form, SequenceSlice
+from pdmesh.model.config import ModelConfig
+from pdmesh.model.device.layers import MASKED_ROWS
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.rank import DeviceRank
+from pdmesh.model.device.step import HEADS, MOST_KEYS, heads_at_once
 from pdmesh.model.device.step_memory import expert_bytes
 from pdmesh.model.parallel.schedule import Mode
 from pdmesh.wire.logs import event
@@ -50,30 +53,59 @@ class _InMode:
 
 
 def warm_up(model: DeviceModel, pool: Tensor, most: int, called: _Computes | None = None) -> None:
-    """Computes prompts of up to `most` tokens that are written nowhere.
+    """Computes prompts of up to `most` tokens, and the ends of long ones, that are written nowhere.
 
     Args:
         pool: the pages.
-        called: computes in the place of `model`. The number of calls follows from `most` alone.
+        called: computes in the place of `model`. The number of calls follows from `most` and the
+            model alone.
     """
     called = called or model
-    page_size, sizes = pool.shape[2], [most]
+    page_size, room = pool.shape[2], pool.shape[0] * pool.shape[2]
+    longest = min(room, model.config.max_position_embeddings)
+    whole = [(0, min(tokens, longest)) for tokens in _sizes(model.config, most)]
+    ends = [(keys - min(most, SMALLEST), keys) for keys in _long(model.config)]
+    for start, end in whole + ends:
+        began = time.monotonic()
+        # Nobody has such prompts in a smaller pool, but all ranks compute the same: pages recur.
+        table = tuple(n % pool.shape[0] for n in range(-(-end // page_size)))
+
+        def batch(first: int, end: int = end, table: tuple[int, ...] = table) -> Batch:
+            item = SequenceSlice(table, first, end, end)
+            return Batch.build([item], [[0] * (end - first)], page_size, model.device)
+
+        hidden = called.forward(batch(start), pool, "mha")
+        if model.weights.mtp is not None and end > 1:
+            first = max(1, start)
+            called.mtp_forward(batch(first), hidden[: end - first], pool, "mha")
+        model.logits(hidden[-1:]).argmax().item()
+        seconds = round(time.monotonic() - began, 2)
+        event(log, "warmed up", rows=end - start, keys=end, seconds=seconds)
+
+
+def _sizes(config: ModelConfig, most: int) -> list[int]:
+    """Tokens of prompts: `most`, halved again and again, and the fewest that are sorted by expert,
+    since a kernel of its own has few of one. Those first whose experts take most memory, so that
+    what others take are pieces of theirs."""
+    sizes = [most]
     while sizes[-1] // 2 >= min(most, SMALLEST):
         sizes.append(sizes[-1] // 2)
-    # Those first whose experts take most, so that what others take are pieces of theirs.
-    for tokens in sorted(sizes, key=lambda rows: expert_bytes(model.config, rows), reverse=True):
-        began = time.monotonic()
-        rows = min(tokens, pool.shape[0] * page_size, model.config.max_position_embeddings)
-        table = tuple(range(-(-rows // page_size)))
-        item = SequenceSlice(table, 0, rows, rows)
-        batch = Batch.build([item], [[0] * rows], page_size, model.device)
-        hidden = called.forward(batch, pool, "mha")
-        if model.weights.mtp is not None and tokens > 1:
-            later = SequenceSlice(table, 1, rows, rows)
-            batch = Batch.build([later], [[0] * (rows - 1)], page_size, model.device)
-            called.mtp_forward(batch, hidden[:-1], pool, "mha")
-        model.logits(hidden[-1:]).argmax().item()
-        event(log, "warmed up", rows=rows, seconds=round(time.monotonic() - began, 2))
+    if most > MASKED_ROWS:
+        sizes.append(MASKED_ROWS + 1)
+    return sorted(dict.fromkeys(sizes), key=lambda rows: expert_bytes(config, rows), reverse=True)
+
+
+def _long(config: ModelConfig) -> list[int]:
+    """For each number of heads that are projected at a time, but all: the fewest such keys."""
+    found: list[int] = []
+    heads = config.num_attention_heads
+    while (keys := MOST_KEYS * HEADS // heads + 1) <= config.max_position_embeddings:
+        fewer = heads_at_once(config, keys)
+        if fewer == heads:
+            break
+        found.append(keys)
+        heads = fewer
+    return found
 
 
 def warm_up_rank(rank: DeviceRank, pool: Tensor, most: int, modes: Sequence[Mode]) -> None:
