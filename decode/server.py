@@ -166,6 +166,7 @@ async def _serve(config: DecodeConfig, shared: MappedWeights | None) -> None:
             drafted=worker.drafted,
             accepted=worker.accepted,
             step_ms=worker.step_ms,
+            step_limit=config.max_batch,
             moved_in=worker.adoptions.moved_in,
             moved_out=worker.migrations.moved_out,
             pulled_pages=exchange.fetcher.pages,

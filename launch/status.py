@@ -17,8 +17,17 @@ from pdmesh.wire.rpc import Client
 
 _TIMEOUT_S = 2.0
 _HEAD = (
-    *("worker", "state", "address", "pages free/cached/used/all", "pages over", "queued"),
-    *("running", "parked", "preempted", "moved in/out", "drafts accepted", "metrics"),
+    *("worker", "state", "address", "pages free/cached/used/all", "pages over"),
+    *(
+        "step, at most",
+        "queued",
+        "running",
+        "parked",
+        "preempted",
+        "moved in/out",
+        "drafts accepted",
+        "metrics",
+    ),
 )
 
 
@@ -149,12 +158,14 @@ def _row(line: WorkerLine) -> tuple[str, ...]:
     start, status = (line.worker, line.state, line.address), line.status
     end = line.metrics or "-"
     if status is None:
-        return *start, "no answer", *("",) * 7, end
+        return *start, "no answer", *("",) * 8, end
     pool = status.pool
     pages = f"{pool.free}/{pool.cached}/{pool.used + pool.reserved}/{pool.total}"
     if pool.quarantined:
         pages += f" ({pool.quarantined} quarantined)"
-    counts = (",".join(status.transports) or "-", str(status.queued), str(status.running))
+    unit = "tokens" if status.role == "prefill" else "seqs"
+    step = f"{status.step_limit} {unit}" if status.step_limit else "-"
+    counts = (",".join(status.transports) or "-", step, str(status.queued), str(status.running))
     if status.role == "prefill":
         return *start, pages, *counts, *("-",) * 4, end
     drafts = f"{status.accepted / status.drafted:.0%}" if status.drafted else "-"

@@ -172,6 +172,7 @@ async def _serve(config: PrefillConfig, shared: MappedWeights | None) -> None:
             tokens_computed=worker.tokens_computed,
             cancelled=worker.cancelled,
             step_ms=worker.step_ms,
+            step_limit=config.chunk_tokens,
             pulled_pages=exchange.fetcher.pages,
             transports=sender.transports,
             ranks=rank_status(called),

@@ -67,6 +67,7 @@ async def worker(role: str, topology: Topology, name: str, port: int) -> None:
             state=life.state,
             page_format=FORMAT,
             pool=PoolStatus(total=8, free=5, reserved=0, used=1, cached=2, quarantined=0),
+            step_limit=512 if role == "prefill" else 32,
             queued=0,
             running=1,
             leases=answers_left(),

@@ -22,7 +22,7 @@ def rank(number, size, members, heads=()):
     return RankStatus(rank=number, size=size, members=members, heads=heads, **counts)
 
 
-def worker(name, ranks=None, problems=(), answers=True, transports=()):
+def worker(name, ranks=None, problems=(), answers=True, transports=(), step_limit=0):
     role = name.partition("-")[0]
     status = WorkerStatus(
         worker_id=name,
@@ -34,6 +34,7 @@ def worker(name, ranks=None, problems=(), answers=True, transports=()):
         queued=0,
         running=1,
         transports=transports,
+        step_limit=step_limit,
         ranks=ranks,
         problems=problems,
     )
@@ -46,6 +47,22 @@ def shown(*lines):
     table, below = told[1 : len(lines) + 2], told[len(lines) + 2 :]
     start, end = table[0].index("rank"), table[0].index("address")
     return [row[start:end].strip() for row in table[1:]], below
+
+
+def test_the_most_that_a_step_computes_is_shown_in_what_it_is_counted_by():
+    lines = [
+        worker("prefill-0", step_limit=4096),
+        worker("decode-0", step_limit=64),
+        worker("decode-1"),
+        worker("decode-2", answers=False),
+    ]
+    table = as_table("default", Besides(), lines).splitlines()[1:]
+    start, end = table[0].index("step, at most"), table[0].index("queued")
+    assert [row[start:end].strip() for row in table[1:]] == ["4096 tokens", "64 seqs", "-", ""]
+    assert (
+        json.loads(as_json("default", Besides(), lines))["workers"][0]["status"]["step_limit"]
+        == 4096
+    )
 
 
 @pytest.mark.parametrize(

@@ -334,8 +334,8 @@ def test_status_shows_every_worker(standing):
         ["decode-1", "ready"],
         ["prefill-0", "ready"],
     ]
-    assert table[2].split()[3:] == ["5/2/1/8", "-", "0", "1", "2", "3", "4/5", "75%", "-"]
-    assert table[4].split()[3:] == ["5/2/1/8", "-", "0", "1", "-", "-", "-", "-", "-"]
+    assert table[2].split()[3:] == ["5/2/1/8", "-", "32", "seqs", *"0123", "4/5", "75%", "-"]
+    assert table[4].split()[3:] == ["5/2/1/8", "-", "512", "tokens", "0", "1", *"-----"]
     whole = json.loads(standing.run("status", "--json").stdout)
     assert [worker["worker"] for worker in whole["workers"]] == [
         "decode-0",

@@ -252,6 +252,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Draft tokens verified, and of those accepted."""
     step_ms: float = 0.0
     """Moving average of a step's duration."""
+    step_limit: int = 0
+    """The most that one step computes: tokens (prefill) or sequences (decode). 0: not said."""
     moved_in: int = 0
     """Running answers taken over from other decode workers."""
     moved_out: int = 0
