@@ -53,6 +53,13 @@ class Certificates:
             ["openssl", *arguments, *out, "-days", "30"], check=True, capture_output=True
         )
 
+    def lock(self, name: str, password: str) -> str:
+        """The file of a key that only a password opens."""
+        locked = self.path(f"{name}-locked.key")
+        words = ("-in", self.path(f"{name}.key"), "-aes256", "-passout", f"pass:{password}")
+        subprocess.run(["openssl", "pkey", *words, "-out", locked], check=True, capture_output=True)
+        return locked
+
     def path(self, name: str) -> str:
         return str(self.folder / name)
 
@@ -124,6 +131,46 @@ def test_a_certificate_goes_through_with_its_own_key_alone(certificates):
     with pytest.raises(ConfigError, match="hold no certificate with its key") as refused:
         check_url(url(1, **options, ssl_keyfile=certificates.path("other.key")))
     assert "geheim" not in str(refused.value)
+
+
+async def test_a_mesh_lives_over_tls_with_a_key_that_a_password_opens(tls, certificates, caplog):
+    caplog.set_level("DEBUG")
+    proxy = await tls(clients=True)
+    own = {
+        "ssl_certfile": certificates.path("me.pem"),
+        "ssl_keyfile": certificates.lock("me", WORD),
+    }
+    password = quote(WORD, safe="")
+    ca = certificates.path("ca.pem")
+    await works(url(proxy.port, ssl_ca_certs=ca, **own, ssl_password=password))
+    assert caplog.records
+    assert "geheim" not in caplog.text
+
+
+@pytest.mark.parametrize("password", ["", "wrong"])
+def test_a_key_that_its_password_does_not_open_is_one_sentence_and_asks_no_terminal(
+    certificates, password
+):
+    own = {
+        "ssl_certfile": certificates.path("me.pem"),
+        "ssl_keyfile": certificates.lock("me", WORD),
+    }
+    given = {"ssl_password": password} if password else {}
+    code = f"from pdmesh.registry.address import check_url\ncheck_url({url(1, **own, **given)!r})"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # no terminal
+        timeout=60,
+    )
+    assert (
+        "no certificate with its key (PEM, and the key's password as ssl_password)" in done.stderr
+    )
+    assert "pass phrase" not in done.stderr
+    assert "geheim" not in done.stderr.partition("ConfigError")[2]
 
 
 async def test_a_mesh_lives_over_a_unix_socket(servers, tmp_path):
