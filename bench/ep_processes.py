@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / ".pythonpath")]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
 import torch  # noqa: E402 - the path is set above
 import torch.distributed as dist  # noqa: E402
+from rank_processes import together  # noqa: E402
 
 from pdmesh.kernels.expert_exchange import ExchangeSize  # noqa: E402
 from pdmesh.kernels.routing import ALIGNMENT  # noqa: E402
@@ -279,7 +280,11 @@ def member(
 
 
 def many_gpus(ranks: int, tokens: list[int], put: bool, layout: str) -> list[dict[str, object]]:
-    """Lines of the table, from processes with a GPU each."""
+    """Lines of the table, from processes with a GPU each.
+
+    Raises:
+        SystemExit: one of them failed.
+    """
     job = new_job_id().hex()
     with tempfile.TemporaryDirectory() as folder:
         environment = {
@@ -298,12 +303,9 @@ def many_gpus(ranks: int, tokens: list[int], put: bool, layout: str) -> list[dic
             )
             for rank in range(ranks)
         ]  # fmt: skip
-        try:
-            lines = []
+        lines = []
+        with together(processes):
             for line in processes[0].stdout or ():
                 lines.append(json.loads(line))
                 print(line, end="", flush=True)
-        finally:
-            for process in processes:
-                process.kill()
     return lines

@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 import multiprocessing as mp
 import os
-from collections.abc import Callable
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -24,9 +28,13 @@ def found_by(work: Callable[..., None], ranks: int, *told: Any) -> list[Any]:
 
     Args:
         work: the process of a rank: `work(rank, *told, out)`, which sends what it found to `out`.
+
+    Raises:
+        SystemExit: a rank ended without it; the others, which may wait for it, are ended.
     """
     context = mp.get_context("spawn")
-    pipes, processes = [], []
+    pipes: list[Any] = []
+    processes: list[Any] = []
     try:
         for rank in range(ranks):
             mine, theirs = context.Pipe()
@@ -35,10 +43,63 @@ def found_by(work: Callable[..., None], ranks: int, *told: Any) -> list[Any]:
             theirs.close()
             pipes.append(mine)
             processes.append(process)
-        found = [pipe.recv() for pipe in pipes]
+        found: dict[int, Any] = {}
+        while missing := [pipe for rank, pipe in enumerate(pipes) if rank not in found]:
+            for pipe in wait(missing):
+                rank = pipes.index(pipe)
+                try:
+                    found[rank] = pipe.recv()
+                except EOFError:
+                    processes[rank].join(20)
+                    raise SystemExit(_ended(rank, processes[rank].exitcode)) from None
         for process in processes:
             process.join(20)
-        return found
+        return [found[rank] for rank in range(ranks)]
     finally:
         for process in processes:
             process.kill()
+            process.join()
+        for pipe in pipes:
+            pipe.close()
+
+
+@contextmanager
+def together(processes: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+    """Around reading what one of several ranks prints: as soon as one fails, all are ended.
+
+    Raises:
+        SystemExit: one failed; it is named.
+    """
+    over = threading.Event()
+    failed: list[str] = []
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            for rank, process in enumerate(processes):
+                if process.poll():
+                    failed.append(_ended(rank, process.returncode))
+                    for other in processes:
+                        other.kill()
+                    return
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield
+        for rank, process in enumerate(processes):  # those that end with the first
+            if process.wait(20) and not failed:
+                failed.append(_ended(rank, process.returncode))
+    finally:
+        over.set()
+        watching.join()
+        for process in processes:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+    if failed:
+        raise SystemExit(failed[0])
+
+
+def _ended(rank: int, code: int | None) -> str:
+    return f"rank {rank} ended with {code} and without its figures; what it said is above"
