@@ -31,7 +31,7 @@ from pdmesh.kvtransfer.sender import TransferSender
 from pdmesh.kvtransfer.transports import make_dialers, make_listeners, make_page_transports
 from pdmesh.kvtransfer.weight_holder import HOLDER, MappedWeights, mapped_weights
 from pdmesh.model.deepseek import DeepseekV3
-from pdmesh.model.device.bound import starting
+from pdmesh.model.device.bound import serving, starting
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.parallel.serving import (
     computing,
@@ -253,7 +253,8 @@ async def _serve(config: DecodeConfig, shared: MappedWeights | None) -> None:
         run = partial(watched, partial(computing, worker.run, rank), watchdog)
         if shared is not None:
             run = partial(while_there, run, shared.gone, HOLDER)
-        await host_worker(binding, methods, run, lease, finish, life, work, config.drain_s)
+        with serving(started.memory):
+            await host_worker(binding, methods, run, lease, finish, life, work, config.drain_s)
 
 
 def _limits(

@@ -48,7 +48,8 @@ def check_machine(topology: Topology, probe: Probe | None = None) -> tuple[Topol
     device, told = topology.model.device, topology.prefill.chunk_tokens != AUTO_CHUNK
     if rows is None or told or device == "cpu":
         return topology, lines
-    chunk = rows - prefill_rows(0, topology.model.page_size)
+    choices = chunk_choices(AUTO_CHUNK, device, topology.prefill.ep)
+    chunk = next(c for c in choices if prefill_rows(c, topology.model.page_size) == rows)
     why = found["reason"] or f"what {device} wants"
     lines.append(f"prefill steps have up to {chunk} tokens: {why}")
     return topology.changed("prefill", "the device", chunk_tokens=chunk), lines

@@ -16,7 +16,7 @@ from pdmesh.model.device.memory import (
 )
 from pdmesh.model.device.model import shapes_of
 from pdmesh.model.device.spread import spread_over
-from pdmesh.model.device.step_memory import LIBRARY_BYTES, step_bytes
+from pdmesh.model.device.step_memory import library_bytes, step_bytes
 from pdmesh.model.machine import check_backends, check_machine, this_machine
 from pdmesh.model.random_weights import served_config
 from pdmesh.model.served import Placing
@@ -101,7 +101,9 @@ def plan_pages(
         keys=0 if decode else config.max_position_embeddings,
         captured=decode and on_cuda and precision == "fp8",
     )
-    steps = steps * value_bytes // 2 + (LIBRARY_BYTES if on_cuda else 0)
+    steps = steps * value_bytes // 2
+    if on_cuda:
+        steps += library_bytes(0 if decode else sequences, exchange)
     own = weights == "own"
     if weights == "to hold":
         free = max(0, free - needed)

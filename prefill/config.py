@@ -36,8 +36,8 @@ def chunk_choices(chunk_tokens: int, device: str, ranks: int) -> tuple[int, ...]
 
 
 def step_rows(chunk_tokens: int, page_size: int) -> int:
-    """Rows of the largest step."""
-    return chunk_tokens + page_size
+    """Rows of the largest step: its head and the others have half of it each, or a page."""
+    return max(chunk_tokens, page_size) + page_size
 
 
 def scheduler_on(

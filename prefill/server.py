@@ -19,7 +19,7 @@ from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.pull_exchange import PrefixExchange
 from pdmesh.kvtransfer.transports import make_page_transports
 from pdmesh.kvtransfer.weight_holder import HOLDER, MappedWeights, mapped_weights
-from pdmesh.model.device.bound import starting
+from pdmesh.model.device.bound import serving, starting
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.rank import DeviceRank
 from pdmesh.model.parallel.serving import (
@@ -256,4 +256,5 @@ async def _serve(config: PrefillConfig, shared: MappedWeights | None) -> None:
         run = partial(watched, partial(computing, worker.run, rank), watchdog)
         if shared is not None:
             run = partial(while_there, run, shared.gone, HOLDER)
-        await host_worker(binding, methods, run, lease, finish, life, work, config.drain_s)
+        with serving(started.memory):
+            await host_worker(binding, methods, run, lease, finish, life, work, config.drain_s)

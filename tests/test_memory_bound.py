@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pdmesh.model.device import bound
-from pdmesh.model.device.bound import Figures, MemoryBound, describe, limit, starting
+from pdmesh.model.device.bound import Figures, MemoryBound, describe, limit, serving, starting
 from pdmesh.model.device.memory import KEPT, MemoryPlan
 from pdmesh.registry.memory_metrics import TEXTS, memory_gauges
 from pdmesh.registry.metrics import WorkerMetrics
@@ -110,6 +110,16 @@ def test_other_errors_of_a_start_are_what_they_are(device, memory):
     if held is None:
         with pytest.raises(torch.OutOfMemoryError), starting(None):
             out_of_memory()
+
+
+def test_a_worker_that_ends_since_its_ranks_ran_out_of_memory_says_the_same(device):
+    with (
+        pytest.raises(InternalError, match=r"for a step: planned .* --pages"),
+        serving(MemoryBound(PLAN, CUDA, "decode")),
+    ):
+        out_of_memory()
+    with pytest.raises(torch.OutOfMemoryError), serving(None):
+        out_of_memory()
 
 
 def test_who_takes_the_memory_is_who_has_to_give_it_up(device):

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdmesh.prefill.config import STEP_PROMPTS, scheduler_on
+from pdmesh.prefill.config import STEP_PROMPTS, scheduler_on, step_rows
 from pdmesh.prefill.scheduler import (
     MAX_OVERTAKEN,
     MAX_PRIORITY,
@@ -202,6 +202,20 @@ def test_where_steps_are_filled_a_short_prompt_waits_for_no_step_but_the_one_und
     spans = pages.step(s)
     if shorter <= s.share:
         assert ("short", 0, short) in spans
+
+
+@given(
+    tokens=st.lists(st.integers(1, 600), min_size=1, max_size=8),
+    budget=st.integers(1, 300),
+    page=st.sampled_from([16, 64, 512]),
+    device=st.sampled_from(["cpu", "cuda"]),
+)
+@example(tokens=[200, 200], budget=1, page=64, device="cuda")
+def test_no_step_has_more_rows_than_its_memory_is_counted_for(tokens, budget, page, device):
+    s, pages = scheduler_on(device, budget, page, 100), Pages(page_size=page)
+    add(s, *((str(i), n) for i, n in enumerate(tokens)))
+    while not s.idle:
+        assert sum(rows for _, rows in pages.sizes(s)) <= step_rows(budget, page)
 
 
 def test_a_step_has_no_more_prompts_than_told():

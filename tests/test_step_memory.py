@@ -8,13 +8,15 @@ import itertools
 
 import pytest
 import torch
-from live_memory import PAGE, Live, Pieces, peak_of, run, shapes_only
+from live_memory import PAGE, Live, Pieces, batch_of, peak_of, run, shapes_only
 
 from pdmesh.model.device.full_width import full_width
 from pdmesh.model.device.layers import MASKED_ROWS
 from pdmesh.model.device.padding import graph_sizes
-from pdmesh.model.device.step import MOST_KEYS
-from pdmesh.model.device.step_memory import step_bytes
+from pdmesh.model.device.spread import spread_over
+from pdmesh.model.device.step import MOST_KEYS, plan_step
+from pdmesh.model.device.step_memory import PLAN_BYTES, library_bytes, step_bytes
+from pdmesh.model.parallel.microbatch import split_batch
 from pdmesh.prefill.warming import warm_up
 
 LONGEST = 163_840
@@ -112,3 +114,19 @@ def test_logits_of_all_rows_are_counted(model):
     with Live() as live:
         model.logits(hidden)
     assert live.peak < step_bytes(model.config, 2048, 2048) < 2 * live.peak
+
+
+@pytest.mark.parametrize("threshold", [None, 10**6, 64])
+def test_each_part_of_a_step_has_a_plan_that_is_counted(model, threshold):
+    """A device's own step has its parts alone; ranks plan its halves too, where they take such."""
+    prompts, many = 3, MOST_KEYS
+    batch = batch_of([(many - rows, many) for rows in (PAGE, 9 * PAGE, PAGE)])
+    exchange = None
+    if threshold is not None:
+        exchange = spread_over(model.config, True, 0, 2, 0, 2112, threshold).exchange
+    halves = exchange is not None and "microbatch" in exchange.modes
+    steps = (batch, *(split_batch(batch) or ())) if halves else (batch,)
+    parts = sum(len(plan_step(one, "mha", 6, 0).parts) for one in steps)
+    assert parts == (2 * prompts + 1 if halves else prompts)
+    counted = library_bytes(prompts, exchange) - library_bytes(0, exchange)
+    assert counted == parts * PLAN_BYTES

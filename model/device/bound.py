@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 
 from pdmesh.model.device.memory import GB, KEPT, MemoryPlan
-from pdmesh.wire.errors import ConfigError, InternalError
+from pdmesh.wire.errors import ConfigError, InternalError, PdmeshError
 from pdmesh.wire.logs import event
 
 log = logging.getLogger(__name__)
@@ -122,19 +122,33 @@ class _Watching(AbstractContextManager[None]):
             raise InternalError(why) from None
 
 
-@contextmanager
-def starting(bound: MemoryBound | None) -> Iterator[None]:
+def starting(bound: MemoryBound | None) -> AbstractContextManager[None]:
     """Around what a worker does before it serves.
 
     Raises:
         ConfigError: the device has not enough memory for it; one sentence with the fix.
     """
+    return _explained(bound, "the start of this worker", ConfigError)
+
+
+def serving(bound: MemoryBound | None) -> AbstractContextManager[None]:
+    """Around all that a worker does from then on: a rank's steps, which `watching` is not around,
+    end the worker.
+
+    Raises:
+        InternalError: the device has not enough memory for one; the same sentence.
+    """
+    return _explained(bound, "a step", InternalError)
+
+
+@contextmanager
+def _explained(bound: MemoryBound | None, what: str, kind: type[PdmeshError]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         if bound is None or not is_out_of_memory(error):
             raise
-        raise ConfigError(bound.why("the start of this worker")) from error
+        raise kind(bound.why(what)) from error
 
 
 def limit(plan: MemoryPlan) -> int:

@@ -17,9 +17,11 @@ from pdmesh.model.device.spread import Exchange
 from pdmesh.model.device.step import HEADS, MOST_KEYS, heads_at_once
 from pdmesh.model.device.weights import round_up
 
-LIBRARY_BYTES = WORKSPACE_BYTES + (128 << 20)
-"""What libraries keep on a device: FlashInfer's workspace and its plans of 8 MiB, 32 MiB of cuBLAS
-for each of two streams, as much of the split products."""
+_ALWAYS_BYTES = WORKSPACE_BYTES + (128 << 20)
+"""What libraries keep on a device: FlashInfer's workspace, 32 MiB of cuBLAS for each of two
+streams, as much of the split products."""
+PLAN_BYTES = 8 << 20
+"""What FlashInfer keeps for each part of a step in MHA form."""
 _PROCESSORS, _PAIRS = 132, 64
 """Of an H200, and (row, head) pairs of a thread block of absorbed attention."""
 _ABSORBED_ROWS = 256
@@ -58,6 +60,17 @@ def step_bytes(
     # fit into others, up to a quarter.
     graphs = sum(layers) * 5 // 4 if captured else 0
     return kept + tables + graphs + max(*layers, logits)
+
+
+def library_bytes(prompts: int, exchange: Exchange | None = None) -> int:
+    """Bytes that libraries keep on a device.
+
+    Args:
+        prompts: of a step in MHA form: each may be a part of it; 0: no step has that form.
+        exchange: of a rank, which plans a batch and its halves, one prompt in both of these.
+    """
+    halved = prompts > 0 and exchange is not None and exchange.lanes > 1
+    return _ALWAYS_BYTES + PLAN_BYTES * (2 * prompts + 1 if halved else prompts)
 
 
 def _layer_bytes(c: ModelConfig, rows: int, keys: int) -> int:
