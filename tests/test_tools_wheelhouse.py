@@ -110,7 +110,18 @@ def test_what_the_host_has_in_a_version_that_is_too_old_is_carried(project, tmp_
     assert collect(project, tmp_path / "new", run=run, have="msgspec==0.19.0") == 0
     assert "msgspec==0.23.0" not in run.calls[0]
     about = json.loads((tmp_path / "new" / "wheelhouse.json").read_text())
-    assert about["assumed"]["msgspec"] == "msgspec>=0.19"
+    assert about["assumed"]["msgspec"] == ["msgspec>=0.19"]
+
+
+def test_what_carried_packages_ask_of_the_host_is_asked_there(project, tmp_path):
+    run = FakePip(["msgspec>=0.21", "left-pad>=3"])
+    assert collect(project, tmp_path / "out", run=run, have="msgspec") == 0
+    about = json.loads((tmp_path / "out" / "wheelhouse.json").read_text())
+    assert about["assumed"]["msgspec"] == ["msgspec>=0.19", "msgspec>=0.21"]
+    with pytest.raises(
+        ValueError, match=r"that host has msgspec 0\.20\.0, .*msgspec>=0\.21: leave"
+    ):
+        collect(project, tmp_path / "new", run=run, have="msgspec==0.20.0")
 
 
 def test_a_host_that_has_less_than_it_was_taken_to_have_is_told_before_anything_is_unpacked(
@@ -154,7 +165,9 @@ def test_every_kernel_library_of_the_gpu_extra_is_in_a_group_with_its_pin():
 def take_for_granted(folder, **assumed):
     """As if the packages had been collected for a host that has these."""
     about = json.loads((folder / "wheelhouse.json").read_text())
-    (folder / "wheelhouse.json").write_text(json.dumps(about | {"assumed": assumed}))
+    (folder / "wheelhouse.json").write_text(
+        json.dumps(about | {"assumed": {name: [one] for name, one in assumed.items()}})
+    )
 
 
 def installed(folder, target):

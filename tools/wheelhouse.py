@@ -128,16 +128,16 @@ def fits(requirement: str, version: str) -> bool:
     return bool(Requirement(requirement.split(";")[0]).specifier.contains(version, True))
 
 
-def unfit(assumed: dict[str, str], target: Path) -> list[str]:
+def unfit(assumed: dict[str, list[str]], target: Path) -> list[str]:
     """What of the packages that a host was taken to have is neither there nor in `target`."""
     found = []
-    for name, requirement in assumed.items():
+    for name, requirements in assumed.items():
         there = metadata.distributions(name=name, path=[str(target), *sys.path])
         version = next((one.version for one in there), None)
         if version is None:
             found.append(f"{name} is not here")
-        elif not fits(requirement, version):
-            found.append(f"{name} is {version} here, and {requirement} is needed")
+        elif bad := [one for one in requirements if not fits(one, version)]:
+            found.append(f"{name} is {version} here, and {' and '.join(bad)} is needed")
     return found
 
 
@@ -162,8 +162,8 @@ def target_options(python: str, machine: str) -> list[str]:
     return options + [word for name in names for word in ("--platform", name)]
 
 
-def requirements_of(wheel: Path, python: str) -> list[str]:
-    """What a wheel asks for with that Python on Linux, leaving extras out."""
+def requirements_of(wheel: Path, python: str) -> dict[str, str]:
+    """By package, what a wheel asks for with that Python on Linux, leaving extras out."""
     from packaging.requirements import Requirement
 
     with zipfile.ZipFile(wheel) as archive:
@@ -172,7 +172,11 @@ def requirements_of(wheel: Path, python: str) -> list[str]:
     there = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
     there |= {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix"}
     asked = map(Requirement, message.get_all("Requires-Dist") or ())
-    return [one.name for one in asked if one.marker is None or one.marker.evaluate(there)]
+    return {
+        canonical(one.name): f"{canonical(one.name)}{one.specifier}"
+        for one in asked
+        if one.marker is None or one.marker.evaluate(there)
+    }
 
 
 def unmet(wheels: Iterable[Path], have: Iterable[str], python: str) -> dict[str, list[str]]:
@@ -181,10 +185,22 @@ def unmet(wheels: Iterable[Path], have: Iterable[str], python: str) -> dict[str,
     there = {canonical(wheel.name.split("-")[0]) for wheel in wheels} | set(map(canonical, have))
     found: dict[str, list[str]] = {}
     for wheel in wheels:
-        for name in map(canonical, requirements_of(wheel, python)):
+        for name in requirements_of(wheel, python):
             if name not in there:
                 found.setdefault(name, []).append(wheel.name.split("-")[0])
     return found
+
+
+def taken_for_granted(
+    wheels: Iterable[Path], have: Iterable[str], asked: dict[str, str], python: str
+) -> dict[str, list[str]]:
+    """By package of a host, what this project and the carried wheels ask of it."""
+    found = {name: [asked[name]] if name in asked else [] for name in have}
+    for wheel in wheels:
+        for name, requirement in requirements_of(wheel, python).items():
+            if name in found:
+                found[name].append(requirement)
+    return {name: list(dict.fromkeys(each)) for name, each in found.items()}
 
 
 def strip(site: Path) -> dict[str, int]:
@@ -259,8 +275,18 @@ def collect(args: argparse.Namespace, run: Pip = pip) -> int:
             "machine": args.machine,
             "groups": list(args.groups),
             "packages": packages,
-            "assumed": {n: asked.get(n, n) for n in names_of(args.groups) if n in set(have)},
         }
+        needed = set(names_of(args.groups)) & set(have)
+        assumed = taken_for_granted(wheels, needed, asked, args.python)
+        about["assumed"] = assumed
+        for name, requirements in assumed.items():
+            version = said[name]
+            if version and (bad := [one for one in requirements if not fits(one, version)]):
+                shutil.rmtree(out)
+                raise ValueError(
+                    f"that host has {name} {version}, and what is carried asks for "
+                    f"{' and '.join(bad)}: leave {name} out of --have"
+                )
         missing = unmet(wheels, have, args.python)
         if args.form == "archive":
             site = Path(scratch, "site")
