@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from pdmesh.kvtransfer.transport import Write
 
+
+class Said(Protocol):
+    """A message of a transfer."""
+
+    @property
+    def lease_id(self) -> str: ...
+
+    @property
+    def generation(self) -> int: ...
+
+
 T = TypeVar("T")
+M = TypeVar("M", bound=Said)
 MOST_UNITS = 16384
 """Of a block of several writes: its notice fits a message also if each unit has a checksum."""
 
@@ -48,6 +60,23 @@ def parted(messages: Sequence[T]) -> list[list[T]]:
             waiting = ready
         parts[-1].append(message)
     return parts
+
+
+def freed(messages: Sequence[M]) -> tuple[list[M], list[M]]:
+    """What is said of transfers none of whose writes are before it, and the rest; each in order.
+
+    So an end whose writes went with an earlier batch does not wait for what another prompt still
+    computes.
+    """
+    free: list[M] = []
+    rest: list[M] = []
+    written: set[tuple[str, int]] = set()
+    for message in messages:
+        transfer = message.lease_id, message.generation
+        if isinstance(message, Write):
+            written.add(transfer)
+        (rest if transfer in written else free).append(message)
+    return free, rest
 
 
 def _goes_on(write: object, later: object) -> bool:

@@ -4,7 +4,8 @@ The stream (a Unix socket) carries control messages and notices of landed blocks
 once the mark behind its copies is done: then they are in the memory of the device, where every
 kernel that is launched later, by any process, sees them. Two threads send: one queues copies and
 never waits for them, so that the opening of another lease is not held up; the other waits for
-marks and announces, in order.
+marks and announces, in order. What is said of a transfer follows its own last write, whatever was
+queued behind that.
 
 The end of the stream says nothing about copies under way, because it comes at once, also when the
 sender is killed, while a device may go on copying for a dead process until its driver has cleaned
@@ -20,11 +21,10 @@ import logging
 import os
 import select
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
 from queue import SimpleQueue
 
 import numpy as np
@@ -49,11 +49,13 @@ _Units = tuple[int, list[int]]
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Messages that wait for a mark, and for each the bytes of which it carries checksums."""
+    """Writes that wait for a mark, and for each the bytes of which it carries checksums."""
 
     mark: Mark
-    messages: tuple[Frame, ...]
+    writes: tuple[Write, ...]
     checked: tuple[tuple[memoryview, ...], ...]
+    after: list[Frame] = field(default_factory=list)
+    """What is to be said once they are announced."""
 
 
 class CudaIpcLink(PlacedLink):
@@ -75,8 +77,9 @@ class CudaIpcLink(PlacedLink):
         self._lane: Lane = self.memory.lane()
         self._sending = threading.Lock()
         self._waiting: SimpleQueue[_Batch | None] = SimpleQueue()
-        self._ahead: Counter[Key] = Counter()
-        """Messages of a transfer that wait for a mark: later ones of it must not overtake them."""
+        self._last: dict[Key, _Batch] = {}
+        """Of each transfer that has writes which wait for a mark the batch with the last of them:
+        what it says later must not overtake them."""
         name = f"kv-announce-{self.peer}"
         self._announcer = threading.Thread(target=self._announce, name=name, daemon=True)
         self._announcer.start()
@@ -85,25 +88,33 @@ class CudaIpcLink(PlacedLink):
     def _post(self, batch: list[Frame]) -> None:
         """Queues the copies of a batch; sends what has nothing to wait for."""
         for part in parted(joined(batch)):
-            ordered: list[Frame] = []
-            for message in part:
-                with self._sending:
-                    free = not isinstance(message, Write) and not self._ahead[_key(message)]
-                    if free:
-                        self._send([message])
-                    else:
-                        self._ahead[_key(message)] += 1
-                        ordered.append(message)
-            if ordered:
-                self._waiting.put(self._copied(ordered))
+            for written, group in groupby(part, lambda message: isinstance(message, Write)):
+                if written:
+                    self._copy_all([one for one in group if isinstance(one, Write)])
+                else:
+                    for message in group:
+                        self._say(message)
+
+    def _say(self, message: Frame) -> None:
+        with self._sending:
+            ahead = self._last.get(_key(message))
+            if ahead is None:
+                self._send([message])
+            else:
+                ahead.after.append(message)
+
+    def _copy_all(self, writes: Sequence[Write]) -> None:
+        batch = self._copied(writes)
+        with self._sending:
+            self._last |= dict.fromkeys(map(_key, writes), batch)
+        self._waiting.put(batch)
 
     def _posted(self, batch: Sequence[Frame]) -> None:
         """Only queued: the thread that waits for marks says when a write is over."""
 
-    def _copied(self, messages: list[Frame]) -> _Batch:
-        units = [self._copy(one) if isinstance(one, Write) else (0, []) for one in messages]
-        checked = self._stage(units)
-        return _Batch(self._lane.record(), tuple(messages), checked)
+    def _copied(self, writes: Sequence[Write]) -> _Batch:
+        checked = self._stage([self._copy(write) for write in writes])
+        return _Batch(self._lane.record(), tuple(writes), checked)
 
     def _copy(self, write: Write) -> _Units:
         """Queues the copies of a write; returns its units to be checked, where they are here."""
@@ -150,21 +161,21 @@ class CudaIpcLink(PlacedLink):
         while (batch := self._waiting.get()) is not None:
             try:
                 batch.mark.wait()
-                frames = [
-                    replace(message, pieces=(), device=None, crcs=tuple(map(checksum, views)))
-                    if isinstance(message, Write)
-                    else message
-                    for message, views in zip(batch.messages, batch.checked, strict=True)
+                notices = [
+                    replace(write, pieces=(), device=None, crcs=tuple(map(checksum, views)))
+                    for write, views in zip(batch.writes, batch.checked, strict=True)
                 ]
                 with self._sending:
-                    self._ahead -= Counter(map(_key, frames))
+                    for key in set(map(_key, notices)):
+                        if self._last[key] is batch:
+                            del self._last[key]
                     if self._closed:
                         continue
-                    self._send(frames)
+                    self._send([*notices, *batch.after])
             except OSError as error:
                 self.close(words(error))
                 continue
-            super()._posted(batch.messages)
+            super()._posted(batch.writes)
 
     def _send(self, frames: Sequence[Frame]) -> None:
         send_all(self._sock, [part for frame in frames for part in to_frame(frame)])

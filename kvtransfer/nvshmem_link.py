@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pdmesh.kvcache.store import LatentStore, taken_units
-from pdmesh.kvtransfer.blocks import joined, parted
+from pdmesh.kvtransfer.blocks import freed, joined, parted
 from pdmesh.kvtransfer.checks import checked_units, checksum
 from pdmesh.kvtransfer.device_memory import copies
 from pdmesh.kvtransfer.frames import BadFrame, Credit, to_frame
@@ -55,7 +55,9 @@ class NvshmemLink(PlacedLink):
                 self._shut()
 
     def _post(self, batch: list[Message | Credit]) -> None:
-        for part in parted(joined(batch)):
+        free, rest = freed(batch)
+        self._say(free)
+        for part in parted(joined(rest)):
             self._post_part(part)
 
     def _post_part(self, part: Sequence[Message | Credit]) -> None:
@@ -73,6 +75,9 @@ class NvshmemLink(PlacedLink):
                 else:
                     frames.append(message)
             self.stream.synchronize()
+        self._say(frames)
+
+    def _say(self, frames: Sequence[Message | Credit]) -> None:
         send_all(self._sock, [part for frame in frames for part in to_frame(frame)])
         for frame in frames:
             if isinstance(frame, FinMessage | Drained):

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cuda_ipc_rig import Ready, cuda_ipc_rig
-from kvtransfer_rig import wide_format
+from kvtransfer_rig import PATIENCE, wide_format
 from test_kvtransfer_cuda_ipc import until
 
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer import blocks, transfer
-from pdmesh.kvtransfer.blocks import joined, parted
+from pdmesh.kvtransfer.blocks import freed, joined, parted
 from pdmesh.kvtransfer.checks import checked_units
 from pdmesh.kvtransfer.device_memory import copies, runs
-from pdmesh.kvtransfer.frames import Credit
+from pdmesh.kvtransfer.frames import HEADER_BYTES, Credit, Kind, read_header
 from pdmesh.kvtransfer.nvshmem_link import NvshmemLink
 from pdmesh.kvtransfer.protocol.receiver import Phase
 from pdmesh.kvtransfer.protocol.units import block_bits
-from pdmesh.kvtransfer.transport import Destination, Open, Write
+from pdmesh.kvtransfer.stream_link import SocketStream
+from pdmesh.kvtransfer.transport import Abort, Destination, Drained, Open, Write
 from pdmesh.wire.errors import InternalError
 
 # ---- runs ------------------------------------------------------------------------------------
@@ -183,6 +185,17 @@ def test_a_batch_is_cut_before_what_waits_for_something_else():
     assert parted([]) == []
 
 
+def test_what_is_said_of_a_transfer_waits_for_its_own_writes_alone():
+    store = LatentStore(4, 6, 2, 3, torch.float32)
+    mine, other = write_of(store, 1), write_of(store, 0, lease="b")
+    again = Drained(mine.lease_id, mine.generation + 1)
+    end, before = Drained(mine.lease_id, mine.generation), Abort("b", other.generation, "no")
+    assert freed([before, other, end, again]) == ([before, end, again], [other])
+    assert freed([mine, other, end, before]) == ([], [mine, other, end, before])
+    assert freed([end, mine]) == ([end], [mine])
+    assert freed([]) == ([], [])
+
+
 def test_pages_outside_of_the_store_are_not_handed_to_a_device():
     store = LatentStore(4, 6, 2, 3, torch.float32)
     for pages, layer, layers in (((0, 4), 0, 1), ((-1, 0), 0, 1), ((0,), 5, 2), ((0,), 6, 1)):
@@ -310,5 +323,27 @@ def test_nvshmem_puts_pages_in_a_row_at_once_and_its_signals_count_them_all():
     assert [put[0] for put in puts] == [(1 << 40) + page_id * page + unit for page_id in range(3)]
     assert [put[2:5] for put in puts] == [(unit, 77, 1)] * 3
     assert waited == [*whole.device.ready, *one_layer.device.ready]
+    for end in sockets:
+        end.close()
+
+
+def test_nvshmem_says_an_end_before_it_waits_for_pages_of_another_prompt():
+    store = LatentStore(8, 2, 4, 3, torch.float32)
+    sockets = socket.socketpair()
+    sockets[1].settimeout(PATIENCE)
+    link = NvshmemLink(sockets[0], None, store.page_layer_bytes, "peer")
+    link._putting, came = threading.Lock(), []
+    link._bindings = SimpleNamespace(putmem_signal_on_stream=lambda *put: None)
+    place, other = Destination(0, (3,), 2), write_of(store, 0, pages=(4,), page=0, lease="b")
+    key = other.lease_id, other.generation
+    link._places = {("a", 1): place, key: place}
+
+    def waits():
+        came.append(read_header(SocketStream(sockets[1]), bytearray(HEADER_BYTES), 1).kind)
+
+    link.stream = SimpleNamespace(cuda_stream=5, wait_event=lambda _: None, synchronize=waits)
+    link._post([other, Drained("a", 1)])
+    assert came == [Kind.DRAINED]
+    assert list(link._places) == [key]
     for end in sockets:
         end.close()

@@ -157,7 +157,11 @@ def test_another_lease_is_opened_while_copies_wait():
         until(lambda: first.phase is protocol.Phase.DONE, "not acknowledged")
 
 
-def test_an_end_does_not_wait_for_pages_of_the_next_prompt_that_are_still_computed(monkeypatch):
+@pytest.mark.parametrize("said", ["before", "after"])
+def test_an_end_does_not_wait_for_pages_of_the_next_prompt_that_are_still_computed(
+    said, monkeypatch
+):
+    """Whether it is said before those pages are pushed or behind them."""
     with cuda_ipc_rig() as rig:
         rig.device.held, staging = True, rig.device.staging
         first = rig.sender.open(rig.lease("a", pages=(3,)))
@@ -174,9 +178,12 @@ def test_an_end_does_not_wait_for_pages_of_the_next_prompt_that_are_still_comput
         assert busy.wait(PATIENCE)
         # All of this comes to the thread that copies at once, when it is through with that.
         first.push_layer(rig.source, 0, 1, [0])
-        first.start_finish(fin_of(first))
+        if said == "before":
+            first.start_finish(fin_of(first))
         rig.source.ready = later = Ready()
         second.push_layer(rig.source, 0, 0, [1])
+        if said == "after":
+            first.start_finish(fin_of(first))
         gate.set()
         rig.device.wait_queued(6)
         for work in [work for work in rig.device.works() if later not in work.after]:
