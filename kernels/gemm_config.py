@@ -40,6 +40,7 @@ class ClusterTile(NamedTuple):
         split: thread blocks that share the sum, 1, 2, 4 or 8.
         pair: 2 if two tiles of rows share the weight that is read, else 1.
         stages: steps of 128 values in flight, as have room beside the sums (`cluster_stages`).
+        wide: the two of a pair are tiles of columns, which share the rows that are read.
         short: tiles of 64 rows, whose steps the two warpgroups share: a split of 2 or 4, no pair,
             an even number of stages.
     """
@@ -49,6 +50,7 @@ class ClusterTile(NamedTuple):
     pair: int
     stages: int = 4
     short: bool = False
+    wide: bool = False
 
 
 SPLITS: dict[tuple[int, int], dict[int, SplitConfig]] = {

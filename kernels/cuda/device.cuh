@@ -45,6 +45,17 @@ __device__ __forceinline__ uint32_t of_rank(uint32_t local, uint32_t rank) {
   return remote;
 }
 
+// The same number in all of a warp, which the compiler then keeps in a register of the warp.
+__device__ __forceinline__ int of_warp(int value) { return __shfl_sync(0xFFFFFFFF, value, 0); }
+
+// One thread of the warp, of which the compiler knows that it is one.
+__device__ __forceinline__ bool elected() {
+  uint32_t one;
+  asm volatile(
+      "{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(one));
+  return one;
+}
+
 // Nothing is to be seen through it, so no fence, which would wait for all loads and stores.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
@@ -98,14 +109,13 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Two floats into shared memory of the cluster, counted by a barrier beside them. (A store that
-// `barrier.cluster` publishes would cost a fence of the whole device.)
-__device__ __forceinline__ void push(uint32_t to, float a, float b, uint32_t barrier) {
+// So many bytes, in 16s, into shared memory of the cluster, counted by a barrier beside them. What is
+// copied has to stay, and the thread block that has it, until that barrier is through.
+__device__ __forceinline__ void copy_to_rank(uint32_t to, uint32_t from, uint32_t bytes,
+                                             uint32_t barrier) {
   asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-          to),
-      "f"(a), "f"(b), "r"(barrier)
-      : "memory");
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void load(uint32_t to, const CUtensorMap* map, int inner, int outer,

@@ -2,13 +2,14 @@
 // [n, k] with one scale a 128 x 128, y [m, n] bfloat16 (DeepSeek-V3 report, section 3.3.2).
 //
 // A cluster of SPLIT x PAIR thread blocks shares one tile of n. Its SPLIT parts sum different parts
-// of k, and add up through distributed shared memory in a fixed order. Its PAIR members hold
-// different rows of x, and the weight's tiles, which both need, are read once and multicast.
+// of k; each then copies what it has of another's rows into that one's shared memory, which adds up
+// in a fixed order. Its PAIR members hold different rows of x, and the weight's tiles, which both
+// need, are read once and multicast; if WIDE they hold different columns, and share x's tiles.
 //
 // A thread block: warps 0-3 and 4-7 multiply 64 rows each, warp 8 keeps the copy engine busy. With
 // SHORT there are 64 rows in all, and the two take turns at the steps: each sums half of the part.
 //
-// Compiled with BLOCK_N, SPLIT, PAIR, STAGES and SHORT defined, after common.cuh and `multiply`, one
+// Compiled with BLOCK_N, SPLIT, PAIR, STAGES, SHORT and WIDE defined, after common.cuh and `multiply`, one
 // wgmma of that width.
 
 constexpr int BLOCK_M = SHORT ? 64 : 128;
@@ -16,25 +17,31 @@ constexpr int TURNS = SHORT ? 2 : 1;  // warpgroups that take turns at steps
 constexpr int SHARES = SPLIT * TURNS;  // of a sum
 constexpr int GROUP = 128;  // values of k with one scale, and bytes of a swizzled row
 constexpr int CLUSTER = SPLIT * PAIR;
+constexpr int MEMBERS_M = WIDE ? 1 : PAIR, MEMBERS_N = WIDE ? PAIR : 1;
 constexpr int X_BYTES = BLOCK_M * GROUP;
 constexpr int W_BYTES = BLOCK_N * GROUP;
 constexpr int SCALE_BYTES = BLOCK_M * 4;
 constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int SUM_PITCH = BLOCK_N % 32 == 8 || BLOCK_N % 32 == 24 ? BLOCK_N : BLOCK_N + 8;
 constexpr int PART_ROWS = BLOCK_M / SPLIT;  // of the result, which a thread block adds up
-constexpr int OUT_PITCH = BLOCK_N + 8;      // of bfloat16
+constexpr int PART_BYTES = PART_ROWS * SUM_PITCH * 4;
+constexpr int WARP_BYTES = 16 * SUM_PITCH * 4;
+constexpr int OUT_PITCH = BLOCK_N + 8;  // of bfloat16
 constexpr int OUT_BYTES =
-    SPLIT > 1 ? SHARES * PART_ROWS * SUM_PITCH * 4 : BLOCK_M * OUT_PITCH * 2;
+    SPLIT > 1 ? SHARES * PART_BYTES : BLOCK_M * OUT_PITCH * 2;
 constexpr int OUT_AT = STAGES * STAGE_BYTES;
 constexpr int SCALES_AT = OUT_AT + OUT_BYTES;
 constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALE_BYTES;
 constexpr int SHARED_BYTES = BARRIERS_AT + (2 * STAGES + 1) * 8 + 1024;
 constexpr bool CROSSES = 128 % BLOCK_N != 0;  // a tile may lie in two blocks of weights
+constexpr uint64_t KEPT = 0x1000000000000000ull;  // by the L2 cache: evict normally
 constexpr int THREADS = 288;
 static_assert(W_BYTES % 1024 == 0, "swizzled rows");
 static_assert(BLOCK_N <= 128 || BLOCK_N == 136, "a tile lies in two blocks of weights at most");
 static_assert(SHARED_BYTES <= 227 * 1024 && CLUSTER <= 8, "what a multiprocessor has");
+static_assert(SPLIT == 1 || 8 * WARP_BYTES <= STAGES * STAGE_BYTES, "sums on their way");
 static_assert(!SHORT || (SPLIT > 1 && SPLIT <= 4 && PAIR == 1), "16 rows of a warp, one adder");
+static_assert(PAIR > 1 || !WIDE, "members that share");
 static_assert(!SHORT || STAGES % 2 == 0, "a warpgroup sees all that passes its stages");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -48,18 +55,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const uint32_t full = base + BARRIERS_AT, empty = full + STAGES * 8;
   const uint32_t summed = empty + STAGES * 8;
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const int warp = of_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const int part = rank / PAIR, member = rank % PAIR;
-  const int groups_m = (m + PAIR * BLOCK_M - 1) / (PAIR * BLOCK_M);
-  const int tiles = groups_m * ((n + BLOCK_N - 1) / BLOCK_N), apart = gridDim.x / CLUSTER;
-  const auto row_of = [&](int tile) { return (tile % groups_m * PAIR + member) * BLOCK_M; };
-  const auto column_of = [&](int tile) { return tile / groups_m * BLOCK_N; };
+  const int groups_m = (m + MEMBERS_M * BLOCK_M - 1) / (MEMBERS_M * BLOCK_M);
+  const int tiles = groups_m * ((n + MEMBERS_N * BLOCK_N - 1) / (MEMBERS_N * BLOCK_N));
+  const int apart = gridDim.x / CLUSTER;
+  const auto row_of = [&](int tile) {
+    return (tile % groups_m * MEMBERS_M + (WIDE ? 0 : member)) * BLOCK_M;
+  };
+  const auto column_of = [&](int tile) {
+    return (tile / groups_m * MEMBERS_N + (WIDE ? member : 0)) * BLOCK_N;
+  };
   const int steps = (k + GROUP - 1) / GROUP;
   const int first = steps * part / SPLIT, count = steps * (part + 1) / SPLIT - first;
 
   let_next_begin();
-  if (threadIdx.x == THREADS - 32) {
+  if (warp == 8 && elected()) {
     prefetch(&w_map);
     prefetch(&x_map);
     prefetch(&scale_map);
@@ -67,69 +79,86 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       barrier_init(full + s * 8, 1);
       barrier_init(empty + s * 8, 8 / TURNS * PAIR);
     }
-    barrier_init(summed, 1);
+    if (SPLIT > 1) barrier_init(summed, 1);
     barriers_ready();
-    expect(summed, SHARES * PART_ROWS * BLOCK_N * 4);
+    if (SPLIT > 1) expect(summed, (SPLIT - 1) * TURNS * PART_BYTES);
   }
   __syncthreads();
   if (CLUSTER > 1) cluster_arrive();
   if (PAIR > 1) cluster_wait();  // before a member loads into another
 
+  // Stages are counted, not computed from the step: a division costs as much as a product.
   if (warp == 8) {
-    if (lane == 0) {
+    if (elected()) {
       // Weights that pass by once need not be kept by the L2 cache: evict first, else normally.
-      const uint64_t policy = groups_m == 1 ? 0x12F0000000000000ull : 0x1000000000000000ull;
+      const uint64_t policy = groups_m == 1 ? 0x12F0000000000000ull : KEPT;
       const uint16_t members = ((1 << PAIR) - 1) << (part * PAIR);
-      const auto weights = [&](int turn, int tile, int i) {
-        const int s = turn % STAGES;
-        const uint32_t to = base + s * STAGE_BYTES + X_BYTES, barrier = full + s * 8;
-        const int inner = (first + i) * GROUP, outer = column_of(tile);
-        if (PAIR == 1)
-          load(to, &w_map, inner, outer, barrier, policy);
+      const auto weights = [&](int stage, int turn, int group, int column) {
+        const uint32_t to = base + stage * STAGE_BYTES + X_BYTES, barrier = full + stage * 8;
+        expect(barrier, row_bytes + W_BYTES);
+        if (MEMBERS_M == 1)
+          load(to, &w_map, group * GROUP, column, barrier, policy);
         else if (turn % PAIR == member)
-          load_to_all(to, &w_map, inner, outer, barrier, members, policy);
+          load_to_all(to, &w_map, group * GROUP, column, barrier, members, policy);
       };
-      const auto rows = [&](int turn, int tile, int i) {
-        const int s = turn % STAGES, row0 = row_of(tile);
-        load(base + s * STAGE_BYTES, &x_map, (first + i) * GROUP, row0, full + s * 8);
-        load(base + SCALES_AT + s * SCALE_BYTES, &scale_map, row0, first + i, full + s * 8);
+      const auto rows = [&](int stage, int turn, int group, int row0) {
+        const uint32_t to = base + stage * STAGE_BYTES, barrier = full + stage * 8;
+        const uint32_t to_scales = base + SCALES_AT + stage * SCALE_BYTES;
+        if (MEMBERS_N == 1) {
+          load(to, &x_map, group * GROUP, row0, barrier);
+          load(to_scales, &scale_map, row0, group, barrier);
+        } else if (turn % PAIR == member) {
+          load_to_all(to, &x_map, group * GROUP, row0, barrier, members, KEPT);
+          load_to_all(to_scales, &scale_map, row0, group, barrier, members, KEPT);
+        }
       };
-      int tile = blockIdx.x / CLUSTER, turn = 0;
       const int ahead = min(count, STAGES);
-      for (; turn < ahead; ++turn) {
-        expect(full + turn % STAGES * 8, row_bytes + W_BYTES);
-        weights(turn, tile, turn);
-      }
+      int tile = blockIdx.x / CLUSTER, row0 = row_of(tile), column = column_of(tile);
+      for (int i = 0; i < ahead; ++i) weights(i, i, first + i, column);
       // x is the output of the kernel before; the weights are not.
       wait_for_ahead();
-      for (int i = 0; i < ahead; ++i) rows(i, tile, i);
-      for (int i = ahead; tile < tiles; tile += apart, i = 0) {
+      for (int i = 0; i < ahead; ++i) rows(i, i, first + i, row0);
+      int turn = ahead;
+      uint32_t stage = ahead % STAGES;
+      uint32_t passed = ahead == STAGES ? 0 : 1;  // a stage is free at first
+      for (int i = ahead;;) {
         for (; i < count; ++i, ++turn) {
-          if (turn >= STAGES) wait(empty + turn % STAGES * 8, (turn / STAGES - 1) & 1);
-          expect(full + turn % STAGES * 8, row_bytes + W_BYTES);
-          weights(turn, tile, i);
-          rows(turn, tile, i);
+          wait(empty + stage * 8, passed);
+          weights(stage, turn, first + i, column);
+          rows(stage, turn, first + i, row0);
+          if (++stage == STAGES) stage = 0, passed ^= 1;
         }
+        if ((tile += apart) >= tiles) break;
+        i = 0, row0 = row_of(tile), column = column_of(tile);
       }
     }
     __syncwarp();
-    if (PAIR > 1) cluster_arrive();
-    if (CLUSTER > 1) cluster_wait();
+    if (SPLIT > 1 && PAIR == 1) cluster_wait();
+    if (CLUSTER > 1) {
+      cluster_arrive();
+      cluster_wait();
+    }
     return;
   }
 
   const int half = warp / 4;
   const int row0_of_half = SHORT ? 0 : half * 64;
-  const int row = row0_of_half + warp % 4 * 16 + lane / 4;  // and row + 8
+  const int first_row = row0_of_half + warp % 4 * 16;  // of the warp
+  const int row = first_row + lane / 4;                // and row + 8
+  const uint64_t x_descriptor = descriptor(base + row0_of_half * GROUP);
+  const uint64_t w_descriptor = descriptor(base + X_BYTES);
   // The products have been waited for: nothing is left that a wider release would have to order.
   const auto release = [&](uint32_t barrier) {
     __syncwarp();
     if (PAIR > 1 && lane < PAIR) arrive_at(of_rank(barrier, part * PAIR + lane));
     if (PAIR == 1 && lane == 0) arrive(barrier);
   };
-  int turn = 0;
+  uint32_t stage = SHORT ? half : 0;
+  uint32_t passed = 0;
   for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += apart) {
-    const int row0 = row_of(tile), column0 = column_of(tile), block = column0 / 128;
+    const int row0 = row_of(tile), column0 = column_of(tile);
+    // A member may have no column left, and products of nothing, which nobody keeps.
+    const int block = min(column0, n - 1) / 128;
     const bool used = row0 + row0_of_half < m;
     const int boundary = CROSSES ? ((block + 1) * 128 - column0) / 8 : BLOCK_N / 8;
     const float* const near_scales = w_scales + block * w_scale_row + first;
@@ -138,59 +167,75 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float sums[BLOCK_N / 2], product[BLOCK_N / 2];
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; ++i) sums[i] = 0;
-    const int begin = SHORT ? half : 0;
-    if (SHORT) turn = half;
-    const bool some = !SHORT || begin < count;
-    float next_near = some ? __ldg(near_scales + begin) : 0;
-    float next_far = CROSSES && some ? __ldg(far_scales + begin) : 0;
-    for (int i = begin; i < count; i += TURNS, turn += TURNS) {
-      const int s = turn % STAGES;
-      const float near = next_near, far = next_far;
-      if (i + TURNS < count) {
-        next_near = __ldg(near_scales + i + TURNS);
-        if (CROSSES) next_far = __ldg(far_scales + i + TURNS);
+    // A lane has the weight's scale of one step in 32, asked for 32 steps ahead.
+    const auto scales_from = [&](const float* scales, int i) {
+      return i + lane < count ? __ldg(scales + i + lane) : 0.0f;
+    };
+    float near_lane = 0, far_lane = 0, next_near = scales_from(near_scales, 0), next_far = 0;
+    if (CROSSES) next_far = scales_from(far_scales, 0);
+    for (int i = SHORT ? half : 0; i < count; i += TURNS) {
+      if (i % 32 < TURNS) {
+        near_lane = next_near, next_near = scales_from(near_scales, i / 32 * 32 + 32);
+        if (CROSSES) far_lane = next_far, next_far = scales_from(far_scales, i / 32 * 32 + 32);
       }
-      wait(full + s * 8, (turn / STAGES) & 1);
-      const uint32_t barrier = empty + s * 8;
-      if (!used) {
+      const float near = __shfl_sync(0xFFFFFFFF, near_lane, i % 32);
+      const float far = CROSSES ? __shfl_sync(0xFFFFFFFF, far_lane, i % 32) : near;
+      const uint32_t barrier = empty + stage * 8;
+      const uint64_t a = x_descriptor + stage * (STAGE_BYTES / 16);
+      const uint64_t b = w_descriptor + stage * (STAGE_BYTES / 16);
+      wait(full + stage * 8, passed);
+      if (used) {
+        const float* const scales =
+            reinterpret_cast<const float*>(shared + SCALES_AT + stage * SCALE_BYTES) + row;
+        const float upper = scales[0], lower = scales[8];
+        pin(product);
+        products_begin();
+#pragma unroll
+        for (int part32 = 0; part32 < 4; ++part32)
+          multiply(product, a + 2 * part32, b + 2 * part32, part32 > 0);
+        wait_products();
+        pin(product);
         release(barrier);
-        continue;
-      }
-      const float* scales = reinterpret_cast<const float*>(shared + SCALES_AT + s * SCALE_BYTES);
-      const float upper = scales[row], lower = scales[row + 8];
-      const uint64_t a = descriptor(base + s * STAGE_BYTES + row0_of_half * GROUP);
-      const uint64_t b = descriptor(base + s * STAGE_BYTES + X_BYTES);
-      pin(product);
-      products_begin();
 #pragma unroll
-      for (int part32 = 0; part32 < 4; ++part32)
-        multiply(product, a + 2 * part32, b + 2 * part32, part32 > 0);
-      wait_products();
-      pin(product);
-      release(barrier);
-#pragma unroll
-      for (int j = 0; j < BLOCK_N / 8; ++j) {
-        const float weight = !CROSSES || j < boundary ? near : far;
-        sums[4 * j] += product[4 * j] * (upper * weight);
-        sums[4 * j + 1] += product[4 * j + 1] * (upper * weight);
-        sums[4 * j + 2] += product[4 * j + 2] * (lower * weight);
-        sums[4 * j + 3] += product[4 * j + 3] * (lower * weight);
+        for (int j = 0; j < BLOCK_N / 8; ++j) {
+          const float weight = !CROSSES || j < boundary ? near : far;
+          sums[4 * j] += product[4 * j] * (upper * weight);
+          sums[4 * j + 1] += product[4 * j + 1] * (upper * weight);
+          sums[4 * j + 2] += product[4 * j + 2] * (lower * weight);
+          sums[4 * j + 3] += product[4 * j + 3] * (lower * weight);
+        }
+      } else {
+        release(barrier);
       }
+      if ((stage += TURNS) >= STAGES) stage -= STAGES, passed ^= 1;
     }
     if constexpr (SPLIT > 1) {
-      // A warp's 16 rows go to the thread block that adds them up, beside those of other parts.
+      // A warp's 16 rows go to the thread block that adds them up, beside those of other parts, by
+      // way of the stages, whose last products have been waited for when all warps are here.
       if (PAIR == 1) cluster_wait();  // they have begun
-      const int to = (row - lane / 4) / PART_ROWS, rank_to = to * PAIR + member;
-      const uint32_t barrier = of_rank(summed, rank_to);
-      const int share = part * TURNS + (SHORT ? half : 0);
-      const int at = (share * PART_ROWS + row - to * PART_ROWS) * SUM_PITCH + lane % 4 * 2;
-      const uint32_t upper = of_rank(base + OUT_AT + at * 4, rank_to);
+      meet<3>(256);
+      const int to = first_row / PART_ROWS, share = part * TURNS + (SHORT ? half : 0);
+      const int place = (share * PART_ROWS + first_row - to * PART_ROWS) * SUM_PITCH * 4 + OUT_AT;
+      const int at = to == part ? place : warp * WARP_BYTES;
+      float* const mine =
+          reinterpret_cast<float*>(shared + at) + lane / 4 * SUM_PITCH + lane % 4 * 2;
 #pragma unroll
       for (int j = 0; j < BLOCK_N / 8; ++j) {
-        push(upper + j * 32, sums[4 * j], sums[4 * j + 1], barrier);
-        push(upper + j * 32 + 8 * SUM_PITCH * 4, sums[4 * j + 2], sums[4 * j + 3], barrier);
+        float* const upper = mine + 8 * j;
+        *reinterpret_cast<float2*>(upper) = make_float2(sums[4 * j], sums[4 * j + 1]);
+        *reinterpret_cast<float2*>(upper + 8 * SUM_PITCH) =
+            make_float2(sums[4 * j + 2], sums[4 * j + 3]);
       }
+      if (to != part) {
+        const int there = to * PAIR + member;
+        proxy_fence();
+        __syncwarp();
+        if (elected())
+          copy_to_rank(of_rank(base + place, there), base + at, WARP_BYTES, of_rank(summed, there));
+      }
+      meet<3>(256);
       wait_cluster(summed, 0);
+      cluster_arrive();  // what was copied here has come; what was copied from here is still read
       const float* const shares = reinterpret_cast<const float*>(shared + OUT_AT);
       constexpr int QUADS = BLOCK_N / 4;
       for (int i = threadIdx.x; i < PART_ROWS * QUADS; i += 256) {
@@ -229,9 +274,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
     }
   }
-  // A member may still say that it has read what this thread block multicast.
-  if (PAIR > 1) {
-    cluster_arrive();
+  // Others may still read what lies here, or say that they have read what was multicast.
+  if (CLUSTER > 1) {
+    if (SPLIT == 1) cluster_arrive();
     cluster_wait();
   }
 }
@@ -252,8 +297,8 @@ cudaLaunchConfig_t clustered(int m, int n, cudaStream_t stream, cudaLaunchAttrib
                           int dependent) {
   cudaLaunchConfig_t config = {};
   // Parts of a sum meet once: a cluster for each tile. Else clusters take tiles in turn.
-  const int groups_m = (m + PAIR * BLOCK_M - 1) / (PAIR * BLOCK_M);
-  const int tiles = groups_m * ((n + BLOCK_N - 1) / BLOCK_N);
+  const int groups_m = (m + MEMBERS_M * BLOCK_M - 1) / (MEMBERS_M * BLOCK_M);
+  const int tiles = groups_m * ((n + MEMBERS_N * BLOCK_N - 1) / (MEMBERS_N * BLOCK_N));
   static const int processors = [] {
     int device = 0, count = 132;
     cudaGetDevice(&device);

@@ -145,12 +145,16 @@ inline void arrive(uint32_t barrier) { cpu::arrived(*cpu::me->block, barrier); }
 
 inline void arrive_at(uint32_t barrier) { cpu::arrived(cpu::block_of(barrier), barrier); }
 
-inline void push(uint32_t to, float a, float b, uint32_t barrier) {
-  cpu::Block* const block = &cpu::block_of(to);
+inline int of_warp(int value) { return __shfl_sync(~0u, value, 0); }
+
+inline bool elected() { return threadIdx.x % 32 == 0; }
+
+inline void copy_to_rank(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
+  cpu::Block* const there = &cpu::block_of(to);
+  cpu::Block* const here = cpu::me->block;
   cpu::copies.push_back([=] {
-    const float two[2] = {a, b};
-    memcpy(cpu::shared_at(*block, to), two, 8);
-    cpu::moved(*block, barrier, 8);
+    memcpy(cpu::shared_at(*there, to), cpu::shared_at(*here, from), bytes);
+    cpu::moved(*there, barrier, bytes);
   });
 }
 
