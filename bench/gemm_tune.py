@@ -155,45 +155,53 @@ def candidates(rows_tried: list[int]) -> list[Candidate]:
     return [part[i] for i in range(longest) for part in lists if i < len(part)]
 
 
-CLUSTERS: dict[str, tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]] = {
+Cut = tuple[Any, ...]
+"""block_n, split, pair, and "wide" or "short"."""
+CLUSTERS: dict[str, tuple[list[Cut], list[Cut], list[Cut]]] = {
     "qkv_a": (
-        [(72, 2, 2), (64, 2, 1), (136, 4, 2), (136, 2, 2), (88, 2, 2), (72, 2, 1), (136, 4, 1)],
-        [(72, 4, 1), (136, 4, 1), (32, 2, 1), (40, 2, 1), (88, 4, 1), (64, 2, 1), (136, 8, 1)],
+        [
+            *((72, 2, 2, "wide"), (88, 2, 2, "wide"), (32, 1, 2, "wide"), (40, 1, 2, "wide")),
+            *((64, 2, 1), (72, 2, 2), (88, 2, 2), (136, 4, 2), (72, 2, 1)),
+        ],
+        [
+            *((40, 2, 2, "wide"), (80, 4, 2, "wide"), (32, 1, 2, "wide"), (72, 4, 1)),
+            *((32, 2, 1), (40, 2, 1), (64, 2, 1), (88, 4, 1)),
+        ],
+        [(72, 4, 1, "short"), (32, 2, 1, "short"), (40, 2, 1, "short"), (88, 4, 1, "short")],
     ),
     "shared up": (
-        [(128, 2, 1), (64, 1, 2), (72, 1, 2), (128, 2, 2), (64, 1, 1)],
-        [(64, 2, 1), (72, 2, 1), (32, 1, 1), (136, 4, 1), (128, 4, 1)],
+        [(72, 1, 2, "wide"), (64, 1, 2, "wide"), (128, 2, 1), (64, 1, 2), (72, 1, 2)],
+        [(64, 2, 1), (32, 1, 2, "wide"), (72, 2, 1), (136, 4, 1), (32, 1, 1)],
+        [(64, 2, 1, "short"), (72, 2, 1, "short"), (136, 4, 1, "short"), (32, 1, 1)],
     ),
     "shared down": (
-        [(128, 1, 2), (112, 1, 2), (56, 1, 1), (112, 1, 1)],
-        [(56, 1, 1), (112, 2, 1), (64, 1, 1), (128, 2, 1)],
+        [(128, 1, 2), (112, 1, 2), (112, 1, 2, "wide"), (112, 1, 1)],
+        [(56, 1, 1), (112, 2, 1), (56, 1, 2, "wide"), (64, 1, 1)],
+        [(112, 2, 1, "short"), (56, 1, 1), (64, 1, 1)],
     ),
     "q_b": (
-        [(128, 1, 2), (128, 1, 1), (136, 1, 2)],
-        [(96, 1, 1), (128, 1, 1), (136, 1, 1), (64, 1, 1)],
+        [(128, 1, 2), (128, 1, 2, "wide"), (136, 1, 2), (128, 1, 1)],
+        [(96, 1, 1), (128, 1, 1), (96, 1, 2, "wide"), (128, 1, 2, "wide")],
+        [(96, 1, 1), (128, 1, 1), (64, 1, 1)],
     ),
     "o_proj": (
-        [(128, 1, 2), (112, 1, 2), (136, 1, 2)],
-        [(112, 2, 1), (128, 2, 1), (136, 2, 1), (56, 1, 1)],
+        [(112, 1, 2), (128, 1, 2), (112, 1, 2, "wide")],
+        [(112, 2, 1), (128, 2, 1), (56, 1, 2, "wide"), (56, 1, 1)],
+        [(112, 2, 1, "short"), (128, 2, 1, "short"), (56, 1, 1)],
     ),
 }
-"""Tiles of the CUDA product, more than 128 rows and fewer: (block_n, split, pair)."""
+"""Tiles of the CUDA product: of more than 128 rows, of more than 64, and of fewer."""
 
 
 def cluster_candidates(rows_tried: list[int]) -> list[Candidate]:
+    """As dependents, which is how a model launches them."""
     every = []
     for m in rows_tried:
-        for name, (many, few) in CLUSTERS.items():
-            tried = [
-                ClusterTile(block, split, pair, cluster_stages(block, split))
-                for block, split, pair in (many if m > 128 else few)
-            ]
-            if name == "qkv_a" and m <= 64:
-                tried.insert(0, ClusterTile(72, 4, 1, 8, short=True))
-            for place, tile in enumerate(tried):
-                for dependent in (True, False) if place < 5 else (True,):
-                    config = (*tile, dependent)
-                    every.append(Candidate("cuda", name, m, SHAPES[name], config))
+        for name, cuts in CLUSTERS.items():
+            for block, split, pair, *form in cuts[(m <= 128) + (m <= 64)]:
+                stages = cluster_stages(block, split, "short" in form)
+                tile = ClusterTile(block, split, pair, stages, "short" in form, "wide" in form)
+                every.append(Candidate("cuda", name, m, SHAPES[name], (*tile, True)))
     return sorted(every, key=lambda c: c.config[:-1])
 
 
@@ -316,7 +324,7 @@ def timed_case(
 
 def show_clusters() -> None:
     """How many clusters of each kind a device runs at a time."""
-    tiles = (ClusterTile(128, 2, 1, 4), ClusterTile(144, 4, 1, 6), ClusterTile(160, 4, 2, 6))
+    tiles = (ClusterTile(128, 2, 1, 4), ClusterTile(72, 2, 2, 5, wide=True))
     for tile in tiles:
         print(f"{tile}: {cuda_gemm.clusters(tile)} at a time", flush=True)
 

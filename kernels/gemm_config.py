@@ -143,10 +143,12 @@ or eight took twice as long as one of 120 in clusters of four. The limits are in
 _STEP_US, _COLUMN_US, _START_US, _SPLIT_US = 0.10, 0.0015, 2.5, 0.4
 
 
-def cluster_stages(block_n: int, split: int) -> int:
+def cluster_stages(block_n: int, split: int, short: bool = False) -> int:
     """Steps in flight that shared memory has room for, beside a tile's result."""
-    sums = 128 * (block_n + 8) * (4 if split > 1 else 2)
-    return min(_MOST_STAGES, (_SHARED_BYTES - sums) // ((128 + block_n) * BLOCK + 512))
+    rows, shares = (64, 2 * split) if short else (128, split)
+    sums = rows // split * shares * (block_n + 8) * (4 if split > 1 else 2)
+    stages = min(_MOST_STAGES, (_SHARED_BYTES - sums) // ((rows + block_n) * BLOCK + 512))
+    return stages // 2 * 2 if short else stages
 
 
 def cluster_tile(m: int, n: int, k: int) -> ClusterTile:

@@ -50,7 +50,7 @@ def tiles(tune: bool) -> list[ClusterTile]:
     if tune:
         from gemm_tune import cluster_candidates
 
-        found |= {ClusterTile(*c.config[:-1]) for c in cluster_candidates([256, 128, 64])}
+        found |= {ClusterTile(*c.config[:-1]) for c in cluster_candidates([256, 128, 64, 16])}
     return sorted(found)
 
 

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const uint32_t base = (address(raw) + 1023) & ~1023u;
   uint8_t* const shared = raw + (base - address(raw));
   const uint32_t full = base + BARRIERS_AT, empty = full + TILES * 8;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = of_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int head = blockIdx.x, every = (m + ROWS - 1) / ROWS;
   const int tiles = (every - static_cast<int>(blockIdx.y) + gridDim.y - 1) / gridDim.y;
   const int first = CHUNKS * blockIdx.z / gridDim.z, last = CHUNKS * (blockIdx.z + 1) / gridDim.z;
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // Only where it was asked for: FlashMLA's decode is launched as a dependent of whatever stands
   // before it and does not wait, so it would read queries that are not written yet.
   if (next_may_begin) let_next_begin();
-  if (threadIdx.x == THREADS - 32) {
+  if (warp == 8 && elected()) {
     prefetch(&x_map);
     prefetch(&out_map);
     for (int s = 0; s < TILES; ++s) {
@@ -51,8 +51,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
 
   if (warp == 8) {
-    wait_for_ahead();
-    if (lane == 0) {
+    if (elected()) {
+      wait_for_ahead();
       for (int i = 0; i < tiles; ++i) {
         const int s = i % TILES;
         if (i >= TILES) wait(empty + s * 8, (i / TILES - 1) & 1);

@@ -20,6 +20,7 @@ constexpr int BARRIERS_AT = OUT_AT + 2 * OUT_BYTES;
 constexpr int SHARED_BYTES = BARRIERS_AT + 2 * SLOTS * 8 + 1024;
 constexpr int THREADS = 288;
 static_assert(SHARED_BYTES <= 227 * 1024, "what a multiprocessor has");
+static_assert(AHEAD < SLOTS, "the weight passes the ring once");
 
 // One head's weight [N, K] to swizzled panels of 64 columns, from the ring's first turns, which the
 // warpgroups take by turns.
@@ -54,11 +55,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const uint32_t base = (address(raw) + 1023) & ~1023u;
   uint8_t* const shared = raw + (base - address(raw));
   const uint32_t full = base + BARRIERS_AT, empty = full + SLOTS * 8;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = of_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int head = blockIdx.x, tiles = (m + ROWS - 1) / ROWS;
 
   let_next_begin();
-  if (threadIdx.x == THREADS - 32) {
+  if (warp == 8 && elected()) {
     prefetch(&x_map);
     for (int s = 0; s < SLOTS; ++s) {
       barrier_init(full + s * 8, 1);
@@ -70,21 +71,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   const uint8_t* const weight = weights + static_cast<int64_t>(head) * N * K;
   if (warp == 8) {
-    for (int s = 0; lane == 0 && s < AHEAD; ++s) {
-      expect(full + s * 8, PANEL_BYTES);
-      load_bytes(base + RING_AT + s * PANEL_BYTES, weight + s * PANEL_BYTES, PANEL_BYTES,
-                 full + s * 8);
-    }
-    wait_for_ahead();
-    if (lane == 0) {
-      int turn = AHEAD;
+    if (elected()) {
+      for (int s = 0; s < AHEAD; ++s) {
+        expect(full + s * 8, PANEL_BYTES);
+        load_bytes(base + RING_AT + s * PANEL_BYTES, weight + s * PANEL_BYTES, PANEL_BYTES,
+                   full + s * 8);
+      }
+      wait_for_ahead();
+      uint32_t s = AHEAD % SLOTS, passed = 1;  // a slot is free at first
       for (int tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
-        for (int part = 0; part < TILE_SLOTS; ++part, ++turn) {
-          const int s = turn % SLOTS;
-          if (turn >= SLOTS) wait(empty + s * 8, (turn / SLOTS - 1) & 1);
+        for (int part = 0; part < TILE_SLOTS; ++part) {
+          wait(empty + s * 8, passed);
           expect(full + s * 8, PANEL_BYTES);
           load_head(base + RING_AT + s * PANEL_BYTES, &x_map, part * PANEL, head, tile * ROWS,
                     full + s * 8);
+          if (++s == SLOTS) s = 0, passed ^= 1;
         }
       }
     }
@@ -104,28 +105,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   wait_for_ahead();
   int number = half;
   for (int tile = blockIdx.y + half * gridDim.y; tile < tiles; tile += 2 * gridDim.y, number += 2) {
+    const uint32_t begin = AHEAD + number * TILE_SLOTS;
+    uint32_t s = begin % SLOTS, passed = begin / SLOTS & 1;
     float sums[64], product[64];
 #pragma unroll
     for (int j = 0; j < 64; ++j) sums[j] = 0;
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
+      uint32_t taken[2];
       pin(product);
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
-        const int turn = AHEAD + number * TILE_SLOTS + block * 2 + p, s = turn % SLOTS;
         // The panel before this one may be the other warpgroup's, and not even have arrived.
-        if (turn >= SLOTS) wait(empty + s * 8, (turn / SLOTS - 1) & 1);
-        wait(full + s * 8, turn / SLOTS & 1);
+        wait(empty + s * 8, passed ^ 1);
+        wait(full + s * 8, passed);
         const uint64_t a = descriptor(base + RING_AT + s * PANEL_BYTES);
         const uint64_t b = descriptor(base + (block * 2 + p) * N * 128);
         products_begin();
 #pragma unroll
         for (int step = 0; step < 4; ++step)
           multiply(product, a + step * 2, b + step * 2, p + step > 0);
+        taken[p] = s;
+        if (++s == SLOTS) s = 0, passed ^= 1;
       }
       wait_products();
       pin(product);
-      for (int p = 0; p < 2; ++p) release((AHEAD + number * TILE_SLOTS + block * 2 + p) % SLOTS);
+      for (int p = 0; p < 2; ++p) release(taken[p]);
 #pragma unroll
       for (int j = 0; j < 64; ++j) sums[j] += product[j] * factors[block];
     }
