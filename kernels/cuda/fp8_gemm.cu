@@ -6,7 +6,8 @@
 // in a fixed order. Its PAIR members hold different rows of x, and the weight's tiles, which both
 // need, are read once and multicast; if WIDE they hold different columns, and share x's tiles.
 //
-// A thread block: warps 0-3 and 4-7 multiply 64 rows each, warp 8 keeps the copy engine busy. With
+// A thread block: warps 0-3 and 4-7 multiply 64 rows each; warp 8 keeps the copy engine busy with
+// weights, and warp 9 with rows once the kernel before has written them, each in its own order. With
 // SHORT there are 64 rows in all, and the two take turns at the steps: each sums half of the part.
 //
 // Compiled with BLOCK_N, SPLIT, PAIR, STAGES, SHORT and WIDE defined, after common.cuh and `multiply`, one
@@ -35,9 +36,9 @@ constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALE_BYTES;
 constexpr int SHARED_BYTES = BARRIERS_AT + (2 * STAGES + 1) * 8 + 1024;
 constexpr bool CROSSES = 128 % BLOCK_N != 0;  // a tile may lie in two blocks of weights
 constexpr uint64_t KEPT = 0x1000000000000000ull;  // by the L2 cache: evict normally
-constexpr int THREADS = 288;
+constexpr int THREADS = 320;
 static_assert(W_BYTES % 1024 == 0, "swizzled rows");
-static_assert(BLOCK_N <= 128 || BLOCK_N == 136, "a tile lies in two blocks of weights at most");
+static_assert(BLOCK_N <= 128 || BLOCK_N == 136 || BLOCK_N == 144, "two blocks of weights at most");
 static_assert(SHARED_BYTES <= 227 * 1024 && CLUSTER <= 8, "what a multiprocessor has");
 static_assert(SPLIT == 1 || 8 * WARP_BYTES <= STAGES * STAGE_BYTES, "sums on their way");
 static_assert(!SHORT || (SPLIT > 1 && SPLIT <= 4 && PAIR == 1), "16 rows of a warp, one adder");
@@ -88,48 +89,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (PAIR > 1) cluster_wait();  // before a member loads into another
 
   // Stages are counted, not computed from the step: a division costs as much as a product.
-  if (warp == 8) {
+  if (warp >= 8) {
     if (elected()) {
       // Weights that pass by once need not be kept by the L2 cache: evict first, else normally.
       const uint64_t policy = groups_m == 1 ? 0x12F0000000000000ull : KEPT;
       const uint16_t members = ((1 << PAIR) - 1) << (part * PAIR);
-      const auto weights = [&](int stage, int turn, int group, int column) {
+      const auto weights = [&](uint32_t stage, bool mine, int group, int column) {
         const uint32_t to = base + stage * STAGE_BYTES + X_BYTES, barrier = full + stage * 8;
         expect(barrier, row_bytes + W_BYTES);
         if (MEMBERS_M == 1)
           load(to, &w_map, group * GROUP, column, barrier, policy);
-        else if (turn % PAIR == member)
+        else if (mine)
           load_to_all(to, &w_map, group * GROUP, column, barrier, members, policy);
       };
-      const auto rows = [&](int stage, int turn, int group, int row0) {
+      const auto rows = [&](uint32_t stage, bool mine, int group, int row0) {
         const uint32_t to = base + stage * STAGE_BYTES, barrier = full + stage * 8;
         const uint32_t to_scales = base + SCALES_AT + stage * SCALE_BYTES;
         if (MEMBERS_N == 1) {
           load(to, &x_map, group * GROUP, row0, barrier);
           load(to_scales, &scale_map, row0, group, barrier);
-        } else if (turn % PAIR == member) {
+        } else if (mine) {
           load_to_all(to, &x_map, group * GROUP, row0, barrier, members, KEPT);
           load_to_all(to_scales, &scale_map, row0, group, barrier, members, KEPT);
         }
       };
-      const int ahead = min(count, STAGES);
-      int tile = blockIdx.x / CLUSTER, row0 = row_of(tile), column = column_of(tile);
-      for (int i = 0; i < ahead; ++i) weights(i, i, first + i, column);
       // x is the output of the kernel before; the weights are not.
-      wait_for_ahead();
-      for (int i = 0; i < ahead; ++i) rows(i, i, first + i, row0);
-      int turn = ahead;
-      uint32_t stage = ahead % STAGES;
-      uint32_t passed = ahead == STAGES ? 0 : 1;  // a stage is free at first
-      for (int i = ahead;;) {
-        for (; i < count; ++i, ++turn) {
+      const bool brings_rows = warp == 9;
+      if (brings_rows) wait_for_ahead();
+      uint32_t stage = 0, passed = 1;  // a stage is free at first
+      int turn = member;
+      for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += apart) {
+        const int row0 = row_of(tile), column = column_of(tile);
+        for (int i = 0; i < count; ++i, ++turn) {
           wait(empty + stage * 8, passed);
-          weights(stage, turn, first + i, column);
-          rows(stage, turn, first + i, row0);
+          if (brings_rows)
+            rows(stage, turn % PAIR == 0, first + i, row0);
+          else
+            weights(stage, turn % PAIR == 0, first + i, column);
           if (++stage == STAGES) stage = 0, passed ^= 1;
         }
-        if ((tile += apart) >= tiles) break;
-        i = 0, row0 = row_of(tile), column = column_of(tile);
       }
     }
     __syncwarp();
@@ -237,8 +235,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       wait_cluster(summed, 0);
       cluster_arrive();  // what was copied here has come; what was copied from here is still read
       const float* const shares = reinterpret_cast<const float*>(shared + OUT_AT);
-      constexpr int QUADS = BLOCK_N / 4;
-      for (int i = threadIdx.x; i < PART_ROWS * QUADS; i += 256) {
+      constexpr int QUADS = BLOCK_N / 4, PIECES = PART_ROWS * QUADS;
+#pragma unroll
+      for (int turn = 0; turn < (PIECES + 255) / 256; ++turn) {
+        const int i = turn * 256 + threadIdx.x;
+        if (i >= PIECES) break;
         const int inside = i / QUADS, r = row0 + part * PART_ROWS + inside, c = i % QUADS * 4;
         float total[4] = {0, 0, 0, 0};
 #pragma unroll
