@@ -36,7 +36,7 @@ constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALE_BYTES;
 constexpr int SHARED_BYTES = BARRIERS_AT + (2 * STAGES + 1) * 8 + 1024;
 constexpr bool CROSSES = 128 % BLOCK_N != 0;  // a tile may lie in two blocks of weights
 constexpr uint64_t KEPT = 0x1000000000000000ull;  // by the L2 cache: evict normally
-constexpr int THREADS = 320;
+constexpr int THREADS = 384;  // the last two warps only give their registers
 static_assert(W_BYTES % 1024 == 0, "swizzled rows");
 static_assert(BLOCK_N <= 128 || BLOCK_N == 136 || BLOCK_N == 144, "two blocks of weights at most");
 static_assert(SHARED_BYTES <= 227 * 1024 && CLUSTER <= 8, "what a multiprocessor has");
@@ -90,7 +90,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   // Stages are counted, not computed from the step: a division costs as much as a product.
   if (warp >= 8) {
-    if (elected()) {
+    give_registers<40>();
+    if (warp < 10 && elected()) {
       // Weights that pass by once need not be kept by the L2 cache: evict first, else normally.
       const uint64_t policy = groups_m == 1 ? 0x12F0000000000000ull : KEPT;
       const uint16_t members = ((1 << PAIR) - 1) << (part * PAIR);
@@ -139,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return;
   }
 
+  take_registers<232>();
   const int half = warp / 4;
   const int row0_of_half = SHORT ? 0 : half * 64;
   const int first_row = row0_of_half + warp % 4 * 16;  // of the warp
@@ -162,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const float* const near_scales = w_scales + block * w_scale_row + first;
     const float* const far_scales =
         CROSSES && (block + 1) * 128 < n ? near_scales + w_scale_row : near_scales;
-    float sums[BLOCK_N / 2], product[BLOCK_N / 2];
+    float sums[BLOCK_N / 2], even[BLOCK_N / 2], odd[BLOCK_N / 2];
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; ++i) sums[i] = 0;
     // A lane has the weight's scale of one step in 32, asked for 32 steps ahead.
@@ -171,41 +173,78 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     float near_lane = 0, far_lane = 0, next_near = scales_from(near_scales, 0), next_far = 0;
     if (CROSSES) next_far = scales_from(far_scales, 0);
-    for (int i = SHORT ? half : 0; i < count; i += TURNS) {
+    int i = SHORT ? half : 0;
+    const auto advance = [&]() {
+      i += TURNS;
+      if ((stage += TURNS) >= STAGES) stage -= STAGES, passed ^= 1;
+    };
+    struct Step {
+      float upper, lower, near, far;
+      uint32_t barrier;
+    };
+    const auto start = [&](float(&product)[BLOCK_N / 2], Step& step) {
       if (i % 32 < TURNS) {
         near_lane = next_near, next_near = scales_from(near_scales, i / 32 * 32 + 32);
         if (CROSSES) far_lane = next_far, next_far = scales_from(far_scales, i / 32 * 32 + 32);
       }
-      const float near = __shfl_sync(0xFFFFFFFF, near_lane, i % 32);
-      const float far = CROSSES ? __shfl_sync(0xFFFFFFFF, far_lane, i % 32) : near;
-      const uint32_t barrier = empty + stage * 8;
+      step.near = __shfl_sync(0xFFFFFFFF, near_lane, i % 32);
+      step.far = CROSSES ? __shfl_sync(0xFFFFFFFF, far_lane, i % 32) : step.near;
+      step.barrier = empty + stage * 8;
       const uint64_t a = x_descriptor + stage * (STAGE_BYTES / 16);
       const uint64_t b = w_descriptor + stage * (STAGE_BYTES / 16);
       wait(full + stage * 8, passed);
-      if (used) {
-        const float* const scales =
-            reinterpret_cast<const float*>(shared + SCALES_AT + stage * SCALE_BYTES) + row;
-        const float upper = scales[0], lower = scales[8];
-        pin(product);
-        products_begin();
+      const float* const scales =
+          reinterpret_cast<const float*>(shared + SCALES_AT + stage * SCALE_BYTES) + row;
+      step.upper = scales[0], step.lower = scales[8];
+      pin(product);
+      products_begin();
 #pragma unroll
-        for (int part32 = 0; part32 < 4; ++part32)
-          multiply(product, a + 2 * part32, b + 2 * part32, part32 > 0);
-        wait_products();
-        pin(product);
-        release(barrier);
+      for (int part32 = 0; part32 < 4; ++part32)
+        multiply(product, a + 2 * part32, b + 2 * part32, part32 > 0);
+      products_end();
+      advance();
+    };
+    const auto finish = [&](float(&product)[BLOCK_N / 2], const Step& step) {
+      pin(product);
+      release(step.barrier);
 #pragma unroll
-        for (int j = 0; j < BLOCK_N / 8; ++j) {
-          const float weight = !CROSSES || j < boundary ? near : far;
-          sums[4 * j] += product[4 * j] * (upper * weight);
-          sums[4 * j + 1] += product[4 * j + 1] * (upper * weight);
-          sums[4 * j + 2] += product[4 * j + 2] * (lower * weight);
-          sums[4 * j + 3] += product[4 * j + 3] * (lower * weight);
-        }
-      } else {
-        release(barrier);
+      for (int j = 0; j < BLOCK_N / 8; ++j) {
+        const float weight = !CROSSES || j < boundary ? step.near : step.far;
+        sums[4 * j] += product[4 * j] * (step.upper * weight);
+        sums[4 * j + 1] += product[4 * j + 1] * (step.upper * weight);
+        sums[4 * j + 2] += product[4 * j + 2] * (step.lower * weight);
+        sums[4 * j + 3] += product[4 * j + 3] * (step.lower * weight);
       }
-      if ((stage += TURNS) >= STAGES) stage -= STAGES, passed ^= 1;
+    };
+    if (!used) {
+      for (; i < count; advance()) {
+        wait(full + stage * 8, passed);
+        release(empty + stage * 8);
+      }
+    } else if (i < count) {
+      // A step's products are asked for before those of the last are added up: both warpgroups
+      // begin when a stage arrives, and the tensor cores would stand still while both add.
+      Step here, next;
+      start(even, here);
+      int left = (count - i + TURNS - 1) / TURNS;
+      for (; left >= 2; left -= 2) {
+        start(odd, next);
+        wait_groups<1>();
+        finish(even, here);
+        start(even, here);
+        wait_groups<1>();
+        finish(odd, next);
+      }
+      if (left) {
+        start(odd, next);
+        wait_groups<1>();
+        finish(even, here);
+        wait_groups<0>();
+        finish(odd, next);
+      } else {
+        wait_groups<0>();
+        finish(even, here);
+      }
     }
     if constexpr (SPLIT > 1) {
       // A warp's 16 rows go to the thread block that adds them up, beside those of other parts, by

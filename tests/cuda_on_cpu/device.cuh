@@ -288,6 +288,20 @@ inline void wait_products() {
   cpu::me->products.clear();
 }
 
+inline void products_end() { cpu::me->groups.push_back(cpu::me->products.size()); }
+
+template <int LEFT>
+void wait_groups() {
+  std::vector<cpu::Product>& products = cpu::me->products;
+  std::vector<size_t>& groups = cpu::me->groups;
+  if (groups.size() <= LEFT) return;
+  const size_t count = groups[groups.size() - LEFT - 1];
+  for (size_t i = 0; i < count; ++i) multiply_waiting(products[i]);
+  products.erase(products.begin(), products.begin() + count);
+  groups.erase(groups.begin(), groups.end() - LEFT);
+  for (size_t& end : groups) end -= count;
+}
+
 inline void let_next_begin() {}
 
 inline void wait_for_ahead() {

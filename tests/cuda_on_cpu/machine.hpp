@@ -54,6 +54,7 @@ struct Fibre {
   uint3 thread{};
   Block* block = nullptr;
   std::vector<Product> products;
+  std::vector<size_t> groups;  // of products, by their ends
   std::vector<std::shared_ptr<bool>> stores;
   int cluster_generation = 0;
   bool at_cluster = false;  // has arrived in that generation
