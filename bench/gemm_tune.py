@@ -156,37 +156,37 @@ def candidates(rows_tried: list[int]) -> list[Candidate]:
 
 
 Cut = tuple[Any, ...]
-"""block_n, split, pair, and "wide" or "short"."""
+"""block_n, split, pair, and "short" if it is."""
 CLUSTERS: dict[str, tuple[list[Cut], list[Cut], list[Cut]]] = {
     "qkv_a": (
-        [
-            *((72, 2, 2, "wide"), (32, 1, 2, "wide"), (40, 1, 2, "wide")),
-            *((144, 4, 1), (64, 2, 1), (72, 2, 2), (136, 4, 2), (72, 2, 1)),
-        ],
-        [
-            *((40, 2, 2, "wide"), (80, 4, 2, "wide"), (32, 1, 2, "wide"), (72, 4, 1)),
-            *((32, 2, 1), (40, 2, 1), (64, 2, 1), (88, 4, 1)),
-        ],
+        [(64, 2, 1), (72, 2, 2), (136, 4, 2), (72, 2, 1)],
+        [(72, 4, 1), (32, 2, 1), (40, 2, 1), (64, 2, 1), (88, 4, 1)],
         [(72, 4, 1, "short"), (32, 2, 1, "short"), (40, 2, 1, "short"), (88, 4, 1, "short")],
     ),
     "shared up": (
-        [(72, 1, 2, "wide"), (64, 1, 2, "wide"), (128, 2, 1), (64, 1, 2), (72, 1, 2)],
-        [(64, 2, 1), (32, 1, 2, "wide"), (72, 2, 1), (136, 4, 1), (32, 1, 1)],
+        [(128, 2, 1), (64, 1, 2), (72, 1, 2)],
+        [(64, 2, 1), (72, 2, 1), (136, 4, 1), (32, 1, 1)],
         [(64, 2, 1, "short"), (72, 2, 1, "short"), (136, 4, 1, "short"), (32, 1, 1)],
     ),
     "shared down": (
-        [(128, 1, 2), (112, 1, 2), (112, 1, 2, "wide"), (112, 1, 1)],
-        [(56, 1, 1), (112, 2, 1), (56, 1, 2, "wide"), (64, 1, 1)],
+        [(128, 1, 2), (112, 1, 2), (112, 1, 1)],
+        [(56, 1, 1), (112, 2, 1), (64, 1, 1)],
         [(112, 2, 1, "short"), (56, 1, 1), (64, 1, 1)],
     ),
     "q_b": (
-        [(128, 1, 2), (128, 1, 2, "wide"), (136, 1, 2), (128, 1, 1)],
-        [(96, 1, 1), (128, 1, 1), (96, 1, 2, "wide"), (128, 1, 2, "wide")],
+        [(128, 1, 2), (128, 1, 1)],
+        [
+            (96, 1, 1),
+            (128, 1, 1),
+        ],
         [(96, 1, 1), (128, 1, 1), (64, 1, 1)],
     ),
     "o_proj": (
-        [(112, 1, 2), (128, 1, 2), (112, 1, 2, "wide")],
-        [(112, 2, 1), (128, 2, 1), (56, 1, 2, "wide"), (56, 1, 1)],
+        [
+            (112, 1, 2),
+            (128, 1, 2),
+        ],
+        [(112, 2, 1), (128, 2, 1), (56, 1, 1)],
         [(112, 2, 1, "short"), (128, 2, 1, "short"), (56, 1, 1)],
     ),
 }
@@ -200,7 +200,7 @@ def cluster_candidates(rows_tried: list[int]) -> list[Candidate]:
         for name, cuts in CLUSTERS.items():
             for block, split, pair, *form in cuts[(m <= 128) + (m <= 64)]:
                 stages = cluster_stages(block, split, "short" in form)
-                tile = ClusterTile(block, split, pair, stages, "short" in form, "wide" in form)
+                tile = ClusterTile(block, split, pair, stages, "short" in form)
                 every.append(Candidate("cuda", name, m, SHAPES[name], (*tile, True)))
     return sorted(every, key=lambda c: c.config[:-1])
 
@@ -324,7 +324,7 @@ def timed_case(
 
 def show_clusters() -> None:
     """How many clusters of each kind a device runs at a time."""
-    tiles = (ClusterTile(128, 2, 1, 4), ClusterTile(72, 2, 2, 5, wide=True))
+    tiles = (ClusterTile(128, 2, 1, 4), ClusterTile(72, 2, 2, 5))
     for tile in tiles:
         print(f"{tile}: {cuda_gemm.clusters(tile)} at a time", flush=True)
 

@@ -40,7 +40,6 @@ class ClusterTile(NamedTuple):
         split: thread blocks that share the sum, 1, 2, 4 or 8.
         pair: 2 if two tiles of rows share the weight that is read, else 1.
         stages: steps of 128 values in flight, as have room beside the sums (`cluster_stages`).
-        wide: the two of a pair are tiles of columns, which share the rows that are read.
         short: tiles of 64 rows, whose steps the two warpgroups share: a split of 2 or 4, no pair,
             an even number of stages.
     """
@@ -50,7 +49,6 @@ class ClusterTile(NamedTuple):
     pair: int
     stages: int = 4
     short: bool = False
-    wide: bool = False
 
 
 SPLITS: dict[tuple[int, int], dict[int, SplitConfig]] = {
@@ -89,23 +87,24 @@ SPLITS: dict[tuple[int, int], dict[int, SplitConfig]] = {
 
 CLUSTERS: dict[tuple[int, int], dict[int, ClusterTile]] = {
     (2112, 7168): {
-        64: ClusterTile(72, 4, 1, 8, short=True),
+        64: ClusterTile(32, 2, 1, 8, short=True),
         128: ClusterTile(32, 2, 1, 8),
         256: ClusterTile(64, 2, 1, 7),
     },
     (24576, 1536): {
-        64: ClusterTile(96, 1, 1, 6),
-        128: ClusterTile(128, 1, 1, 5),
+        64: ClusterTile(64, 1, 1, 8),
+        128: ClusterTile(96, 1, 1, 6),
         256: ClusterTile(128, 1, 2, 5),
     },
     (7168, 16384): {
-        64: ClusterTile(112, 2, 1, 5),
+        64: ClusterTile(56, 1, 1, 8),
         128: ClusterTile(128, 2, 1, 4),
         256: ClusterTile(128, 1, 2, 5),
     },
     (4096, 7168): {
+        64: ClusterTile(64, 2, 1, 8, short=True),
         128: ClusterTile(64, 2, 1, 7),
-        256: ClusterTile(128, 2, 1, 4),
+        256: ClusterTile(64, 1, 2, 8),
     },
     (7168, 2048): {
         128: ClusterTile(64, 1, 1, 8),

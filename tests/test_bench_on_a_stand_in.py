@@ -66,7 +66,7 @@ def test_tiles_are_searched(bench, tmp_path):
     said = bench("gpu_gemm", "--tune", "--only", "cuda", "--rows", "130,2")
     tried, right = re.search(r"(\d+) of (\d+) right; 0 problems", said).groups()
     assert tried == right
-    assert len((tmp_path / "tune.csv").read_text().splitlines()) == int(tried) > 20
+    assert len((tmp_path / "tune.csv").read_text().splitlines()) == int(tried) > 10
 
 
 @pytest.mark.full

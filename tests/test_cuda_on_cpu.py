@@ -52,15 +52,12 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 TILES = [
     (ClusterTile(72, 2, 2, 3), 200, 304, 1104),
     (ClusterTile(72, 4, 1, 8, short=True), 64, 296, 1680),
-    (ClusterTile(72, 2, 2, 5, wide=True), 200, 304, 1104),
 ]
 MORE_TILES = [
     (ClusterTile(136, 4, 1, 3), 100, 400, 1104),
     (ClusterTile(128, 1, 2, 3), 150, 520, 400),
     (ClusterTile(136, 8, 1, 4), 90, 640, 1168),
-    (ClusterTile(144, 4, 1, 3), 150, 560, 1680),
     (ClusterTile(136, 2, 1, 4, short=True), 70, 272, 640),
-    (ClusterTile(64, 1, 2, 3, wide=True), 200, 328, 656),
 ]
 """Each is compiled for itself, which takes most of the time."""
 

@@ -4,13 +4,13 @@
 // A cluster of SPLIT x PAIR thread blocks shares one tile of n. Its SPLIT parts sum different parts
 // of k; each then copies what it has of another's rows into that one's shared memory, which adds up
 // in a fixed order. Its PAIR members hold different rows of x, and the weight's tiles, which both
-// need, are read once and multicast; if WIDE they hold different columns, and share x's tiles.
+// need, are read once and multicast.
 //
 // A thread block: warps 0-3 and 4-7 multiply 64 rows each; warp 8 keeps the copy engine busy with
 // weights, and warp 9 with rows once the kernel before has written them, each in its own order. With
 // SHORT there are 64 rows in all, and the two take turns at the steps: each sums half of the part.
 //
-// Compiled with BLOCK_N, SPLIT, PAIR, STAGES, SHORT and WIDE defined, after common.cuh and `multiply`, one
+// Compiled with BLOCK_N, SPLIT, PAIR, STAGES and SHORT defined, after common.cuh and `multiply`, one
 // wgmma of that width.
 
 constexpr int BLOCK_M = SHORT ? 64 : 128;
@@ -18,7 +18,6 @@ constexpr int TURNS = SHORT ? 2 : 1;  // warpgroups that take turns at steps
 constexpr int SHARES = SPLIT * TURNS;  // of a sum
 constexpr int GROUP = 128;  // values of k with one scale, and bytes of a swizzled row
 constexpr int CLUSTER = SPLIT * PAIR;
-constexpr int MEMBERS_M = WIDE ? 1 : PAIR, MEMBERS_N = WIDE ? PAIR : 1;
 constexpr int X_BYTES = BLOCK_M * GROUP;
 constexpr int W_BYTES = BLOCK_N * GROUP;
 constexpr int SCALE_BYTES = BLOCK_M * 4;
@@ -35,14 +34,12 @@ constexpr int SCALES_AT = OUT_AT + OUT_BYTES;
 constexpr int BARRIERS_AT = SCALES_AT + STAGES * SCALE_BYTES;
 constexpr int SHARED_BYTES = BARRIERS_AT + (2 * STAGES + 1) * 8 + 1024;
 constexpr bool CROSSES = 128 % BLOCK_N != 0;  // a tile may lie in two blocks of weights
-constexpr uint64_t KEPT = 0x1000000000000000ull;  // by the L2 cache: evict normally
 constexpr int THREADS = 384;  // the last two warps only give their registers
 static_assert(W_BYTES % 1024 == 0, "swizzled rows");
-static_assert(BLOCK_N <= 128 || BLOCK_N == 136 || BLOCK_N == 144, "two blocks of weights at most");
+static_assert(BLOCK_N <= 128 || BLOCK_N == 136, "a tile lies in two blocks of weights at most");
 static_assert(SHARED_BYTES <= 227 * 1024 && CLUSTER <= 8, "what a multiprocessor has");
 static_assert(SPLIT == 1 || 8 * WARP_BYTES <= STAGES * STAGE_BYTES, "sums on their way");
 static_assert(!SHORT || (SPLIT > 1 && SPLIT <= 4 && PAIR == 1), "16 rows of a warp, one adder");
-static_assert(PAIR > 1 || !WIDE, "members that share");
 static_assert(!SHORT || STAGES % 2 == 0, "a warpgroup sees all that passes its stages");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -59,15 +56,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int warp = of_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const int part = rank / PAIR, member = rank % PAIR;
-  const int groups_m = (m + MEMBERS_M * BLOCK_M - 1) / (MEMBERS_M * BLOCK_M);
-  const int tiles = groups_m * ((n + MEMBERS_N * BLOCK_N - 1) / (MEMBERS_N * BLOCK_N));
-  const int apart = gridDim.x / CLUSTER;
-  const auto row_of = [&](int tile) {
-    return (tile % groups_m * MEMBERS_M + (WIDE ? 0 : member)) * BLOCK_M;
-  };
-  const auto column_of = [&](int tile) {
-    return (tile / groups_m * MEMBERS_N + (WIDE ? member : 0)) * BLOCK_N;
-  };
+  const int groups_m = (m + PAIR * BLOCK_M - 1) / (PAIR * BLOCK_M);
+  const int tiles = groups_m * ((n + BLOCK_N - 1) / BLOCK_N), apart = gridDim.x / CLUSTER;
+  const auto row_of = [&](int tile) { return (tile % groups_m * PAIR + member) * BLOCK_M; };
+  const auto column_of = [&](int tile) { return tile / groups_m * BLOCK_N; };
   const int steps = (k + GROUP - 1) / GROUP;
   const int first = steps * part / SPLIT, count = steps * (part + 1) / SPLIT - first;
 
@@ -90,29 +82,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   // Stages are counted, not computed from the step: a division costs as much as a product.
   if (warp >= 8) {
-    give_registers<40>();
+    give_registers<24>();
     if (warp < 10 && elected()) {
       // Weights that pass by once need not be kept by the L2 cache: evict first, else normally.
-      const uint64_t policy = groups_m == 1 ? 0x12F0000000000000ull : KEPT;
+      const uint64_t policy = groups_m == 1 ? 0x12F0000000000000ull : 0x1000000000000000ull;
       const uint16_t members = ((1 << PAIR) - 1) << (part * PAIR);
       const auto weights = [&](uint32_t stage, bool mine, int group, int column) {
         const uint32_t to = base + stage * STAGE_BYTES + X_BYTES, barrier = full + stage * 8;
         expect(barrier, row_bytes + W_BYTES);
-        if (MEMBERS_M == 1)
+        if (PAIR == 1)
           load(to, &w_map, group * GROUP, column, barrier, policy);
         else if (mine)
           load_to_all(to, &w_map, group * GROUP, column, barrier, members, policy);
       };
-      const auto rows = [&](uint32_t stage, bool mine, int group, int row0) {
-        const uint32_t to = base + stage * STAGE_BYTES, barrier = full + stage * 8;
-        const uint32_t to_scales = base + SCALES_AT + stage * SCALE_BYTES;
-        if (MEMBERS_N == 1) {
-          load(to, &x_map, group * GROUP, row0, barrier);
-          load(to_scales, &scale_map, row0, group, barrier);
-        } else if (mine) {
-          load_to_all(to, &x_map, group * GROUP, row0, barrier, members, KEPT);
-          load_to_all(to_scales, &scale_map, row0, group, barrier, members, KEPT);
-        }
+      const auto rows = [&](uint32_t stage, int group, int row0) {
+        const uint32_t barrier = full + stage * 8;
+        load(base + stage * STAGE_BYTES, &x_map, group * GROUP, row0, barrier);
+        load(base + SCALES_AT + stage * SCALE_BYTES, &scale_map, row0, group, barrier);
       };
       // x is the output of the kernel before; the weights are not.
       const bool brings_rows = warp == 9;
@@ -121,10 +107,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       int turn = member;
       for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += apart) {
         const int row0 = row_of(tile), column = column_of(tile);
+#pragma unroll 1
         for (int i = 0; i < count; ++i, ++turn) {
           wait(empty + stage * 8, passed);
           if (brings_rows)
-            rows(stage, turn % PAIR == 0, first + i, row0);
+            rows(stage, first + i, row0);
           else
             weights(stage, turn % PAIR == 0, first + i, column);
           if (++stage == STAGES) stage = 0, passed ^= 1;
@@ -140,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return;
   }
 
-  take_registers<232>();
+  take_registers<240>();
   const int half = warp / 4;
   const int row0_of_half = SHORT ? 0 : half * 64;
   const int first_row = row0_of_half + warp % 4 * 16;  // of the warp
@@ -156,9 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   uint32_t stage = SHORT ? half : 0;
   uint32_t passed = 0;
   for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += apart) {
-    const int row0 = row_of(tile), column0 = column_of(tile);
-    // A member may have no column left, and products of nothing, which nobody keeps.
-    const int block = min(column0, n - 1) / 128;
+    const int row0 = row_of(tile), column0 = column_of(tile), block = column0 / 128;
     const bool used = row0 + row0_of_half < m;
     const int boundary = CROSSES ? ((block + 1) * 128 - column0) / 8 : BLOCK_N / 8;
     const float* const near_scales = w_scales + block * w_scale_row + first;
@@ -337,8 +322,8 @@ cudaLaunchConfig_t clustered(int m, int n, cudaStream_t stream, cudaLaunchAttrib
                           int dependent) {
   cudaLaunchConfig_t config = {};
   // Parts of a sum meet once: a cluster for each tile. Else clusters take tiles in turn.
-  const int groups_m = (m + MEMBERS_M * BLOCK_M - 1) / (MEMBERS_M * BLOCK_M);
-  const int tiles = groups_m * ((n + MEMBERS_N * BLOCK_N - 1) / (MEMBERS_N * BLOCK_N));
+  const int groups_m = (m + PAIR * BLOCK_M - 1) / (PAIR * BLOCK_M);
+  const int tiles = groups_m * ((n + BLOCK_N - 1) / BLOCK_N);
   static const int processors = [] {
     int device = 0, count = 132;
     cudaGetDevice(&device);
