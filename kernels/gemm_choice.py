@@ -42,68 +42,67 @@ class Measured(NamedTuple):
 
 MEASURED: dict[tuple[int, int], tuple[Measured, ...]] = {
     (2112, 7168): (
-        Measured(4, {"cluster": 8.5, "split": 8.3, "deep_gemm": 13.2, "cublaslt": 15.7}),
-        Measured(16, {"cluster": 8.7, "split": 9.1, "deep_gemm": 10.8, "cublaslt": 15.8}),
-        Measured(32, {"cluster": 8.8, "split": 10.9, "deep_gemm": 11.0, "cublaslt": 16.0}),
-        Measured(64, {"cluster": 9.1, "split": 11.1, "deep_gemm": 10.2, "cublaslt": 22.6}),
-        Measured(128, {"cluster": 11.5, "split": 12.5, "deep_gemm": 11.0, "cublaslt": 22.7}),
-        Measured(256, {"cluster": 14.8, "split": 16.0, "deep_gemm": 12.3, "cublaslt": 22.9}),
+        Measured(4, {"cluster": 6.8, "split": 8.2, "deep_gemm": 13.1, "cublaslt": 15.7}),
+        Measured(16, {"cluster": 6.9, "split": 8.9, "deep_gemm": 10.7, "cublaslt": 15.9}),
+        Measured(32, {"cluster": 6.9, "split": 10.8, "deep_gemm": 10.9, "cublaslt": 15.9}),
+        Measured(64, {"cluster": 7.2, "split": 11.3, "deep_gemm": 10.1, "cublaslt": 22.6}),
+        Measured(128, {"cluster": 8.2, "split": 12.6, "deep_gemm": 11.0, "cublaslt": 22.8}),
+        Measured(256, {"cluster": 10.5, "split": 15.9, "deep_gemm": 12.3, "cublaslt": 23.0}),
     ),
     (1536, 7168): (
-        Measured(4, {"cluster": 8.7, "split": 8.1, "deep_gemm": 12.5, "cublaslt": 15.5}),
-        Measured(16, {"cluster": 8.7, "split": 8.7, "deep_gemm": 10.6, "cublaslt": 15.6}),
-        Measured(32, {"cluster": 8.8, "split": 10.0, "deep_gemm": 10.7, "cublaslt": 15.8}),
-        Measured(64, {"cluster": 9.0, "split": 10.3, "deep_gemm": 9.9, "cublaslt": 16.1}),
-        Measured(128, {"cluster": 11.3, "split": 11.2, "deep_gemm": 10.9, "cublaslt": 22.6}),
-        Measured(256, {"cluster": 14.7, "split": 15.2, "deep_gemm": 11.7, "cublaslt": 22.7}),
+        Measured(4, {"cluster": 7.3, "split": 8.1, "deep_gemm": 12.5, "cublaslt": 15.6}),
+        Measured(16, {"cluster": 7.5, "split": 8.7, "deep_gemm": 10.6, "cublaslt": 15.6}),
+        Measured(32, {"cluster": 7.6, "split": 10.0, "deep_gemm": 10.7, "cublaslt": 15.8}),
+        Measured(64, {"cluster": 7.7, "split": 10.2, "deep_gemm": 9.9, "cublaslt": 16.2}),
+        Measured(128, {"cluster": 9.1, "split": 11.1, "deep_gemm": 10.8, "cublaslt": 22.7}),
+        Measured(256, {"cluster": 11.1, "split": 15.2, "deep_gemm": 11.7, "cublaslt": 22.8}),
     ),
     (576, 7168): (
-        Measured(4, {"cluster": 5.2, "split": 6.3, "deep_gemm": 10.2, "cublaslt": 15.3}),
-        Measured(16, {"cluster": 5.3, "split": 7.1, "deep_gemm": 10.2, "cublaslt": 15.4}),
-        Measured(32, {"cluster": 5.4, "split": 8.0, "deep_gemm": 10.3, "cublaslt": 15.4}),
-        Measured(64, {"cluster": 5.8, "split": 9.2, "deep_gemm": 9.5, "cublaslt": 15.6}),
-        Measured(128, {"cluster": 7.0, "split": 10.2, "deep_gemm": 9.6, "cublaslt": 16.2}),
-        Measured(256, {"cluster": 9.7, "split": 13.9, "deep_gemm": 10.5, "cublaslt": 22.4}),
+        Measured(4, {"cluster": 4.2, "split": 6.3, "deep_gemm": 10.3, "cublaslt": 15.4}),
+        Measured(16, {"cluster": 4.2, "split": 7.0, "deep_gemm": 10.3, "cublaslt": 15.5}),
+        Measured(32, {"cluster": 4.3, "split": 8.1, "deep_gemm": 10.3, "cublaslt": 15.6}),
+        Measured(64, {"cluster": 4.5, "split": 9.2, "deep_gemm": 9.7, "cublaslt": 15.7}),
+        Measured(128, {"cluster": 5.3, "split": 10.2, "deep_gemm": 9.6, "cublaslt": 16.3}),
+        Measured(256, {"cluster": 6.8, "split": 14.0, "deep_gemm": 10.6, "cublaslt": 22.5}),
     ),
     (24576, 1536): (
-        Measured(4, {"cluster": 13.1, "split": 12.5, "deep_gemm": 15.5, "cublaslt": 16.4}),
-        Measured(16, {"cluster": 13.1, "split": 12.9, "deep_gemm": 15.7, "cublaslt": 16.6}),
-        Measured(32, {"cluster": 13.3, "split": 14.5, "deep_gemm": 15.9, "cublaslt": 16.8}),
-        Measured(64, {"cluster": 13.6, "split": 14.0, "deep_gemm": 15.2, "cublaslt": 17.1}),
-        Measured(128, {"cluster": 17.9, "split": 19.7, "deep_gemm": 36.9, "cublaslt": 16.6}),
-        Measured(256, {"cluster": 26.0, "split": 28.0, "deep_gemm": 21.2, "cublaslt": 22.8}),
+        Measured(4, {"cluster": 11.0, "split": 12.3, "deep_gemm": 15.3, "cublaslt": 16.0}),
+        Measured(16, {"cluster": 11.1, "split": 12.5, "deep_gemm": 15.3, "cublaslt": 16.1}),
+        Measured(32, {"cluster": 11.3, "split": 14.6, "deep_gemm": 15.5, "cublaslt": 16.4}),
+        Measured(64, {"cluster": 11.6, "split": 13.5, "deep_gemm": 14.8, "cublaslt": 16.7}),
+        Measured(128, {"cluster": 15.5, "split": 19.6, "deep_gemm": 36.6, "cublaslt": 16.4}),
+        Measured(256, {"cluster": 22.0, "split": 28.1, "deep_gemm": 21.0, "cublaslt": 22.2}),
     ),
     (7168, 16384): (
-        Measured(4, {"cluster": 36.4, "split": 35.8, "deep_gemm": 39.0, "cublaslt": 41.0}),
-        Measured(16, {"cluster": 36.4, "split": 35.5, "deep_gemm": 39.6, "cublaslt": 40.9}),
-        Measured(32, {"cluster": 36.8, "split": 41.2, "deep_gemm": 37.5, "cublaslt": 48.7}),
-        Measured(64, {"cluster": 36.9, "split": 38.0, "deep_gemm": 38.9, "cublaslt": 48.9}),
-        Measured(128, {"cluster": 39.2, "split": 43.7, "deep_gemm": 44.1, "cublaslt": 49.6}),
-        Measured(256, {"cluster": 69.0, "split": 72.1, "deep_gemm": 57.3, "cublaslt": 52.5}),
+        Measured(4, {"cluster": 31.9, "split": 34.0, "deep_gemm": 39.4, "cublaslt": 39.5}),
+        Measured(16, {"cluster": 31.6, "split": 35.3, "deep_gemm": 38.2, "cublaslt": 39.8}),
+        Measured(32, {"cluster": 31.6, "split": 40.7, "deep_gemm": 38.5, "cublaslt": 47.9}),
+        Measured(64, {"cluster": 32.0, "split": 36.7, "deep_gemm": 38.4, "cublaslt": 48.2}),
+        Measured(128, {"cluster": 35.7, "split": 42.2, "deep_gemm": 43.2, "cublaslt": 48.6}),
+        Measured(256, {"cluster": 54.3, "split": 71.6, "deep_gemm": 57.1, "cublaslt": 53.0}),
     ),
     (4096, 7168): (
-        Measured(4, {"cluster": 13.2, "split": 11.6, "deep_gemm": 15.6, "cublaslt": 16.7}),
-        Measured(16, {"cluster": 13.3, "split": 12.2, "deep_gemm": 12.9, "cublaslt": 16.9}),
-        Measured(32, {"cluster": 13.3, "split": 15.6, "deep_gemm": 12.9, "cublaslt": 22.9}),
-        Measured(64, {"cluster": 13.5, "split": 14.9, "deep_gemm": 12.2, "cublaslt": 23.0}),
-        Measured(128, {"cluster": 15.6, "split": 17.5, "deep_gemm": 13.2, "cublaslt": 23.2}),
-        Measured(256, {"cluster": 21.6, "split": 20.8, "deep_gemm": 18.0, "cublaslt": 23.5}),
+        Measured(4, {"cluster": 10.1, "split": 11.2, "deep_gemm": 15.3, "cublaslt": 16.5}),
+        Measured(16, {"cluster": 10.0, "split": 12.0, "deep_gemm": 12.7, "cublaslt": 16.5}),
+        Measured(32, {"cluster": 10.0, "split": 15.6, "deep_gemm": 12.6, "cublaslt": 22.9}),
+        Measured(64, {"cluster": 10.1, "split": 14.3, "deep_gemm": 12.2, "cublaslt": 22.9}),
+        Measured(128, {"cluster": 11.2, "split": 17.1, "deep_gemm": 12.9, "cublaslt": 23.2}),
+        Measured(256, {"cluster": 16.1, "split": 20.8, "deep_gemm": 17.8, "cublaslt": 23.3}),
     ),
     (7168, 2048): (
-        Measured(4, {"split": 7.8, "deep_gemm": 7.6, "cublaslt": 9.6}),
-        Measured(16, {"split": 8.1, "deep_gemm": 7.4, "cublaslt": 9.7}),
-        Measured(32, {"cluster": 7.6, "split": 10.1, "deep_gemm": 7.7, "cublaslt": 9.7}),
-        Measured(64, {"cluster": 7.0, "split": 9.5, "deep_gemm": 7.4, "cublaslt": 9.9}),
-        Measured(128, {"cluster": 8.1, "split": 10.6, "deep_gemm": 8.8, "cublaslt": 10.1}),
-        Measured(256, {"cluster": 11.8, "split": 12.5, "deep_gemm": 10.9, "cublaslt": 10.3}),
+        Measured(4, {"cluster": 5.5, "split": 7.7, "deep_gemm": 7.6, "cublaslt": 9.4}),
+        Measured(16, {"cluster": 5.4, "split": 8.0, "deep_gemm": 7.4, "cublaslt": 9.6}),
+        Measured(32, {"cluster": 5.5, "split": 9.9, "deep_gemm": 7.6, "cublaslt": 9.7}),
+        Measured(64, {"cluster": 5.6, "split": 9.6, "deep_gemm": 7.2, "cublaslt": 9.8}),
+        Measured(128, {"cluster": 6.7, "split": 10.5, "deep_gemm": 8.7, "cublaslt": 10.0}),
+        Measured(256, {"cluster": 10.0, "split": 12.5, "deep_gemm": 10.9, "cublaslt": 10.2}),
     ),
 }
 """By (n, k): bench/roofline.py in one run, `cluster` as a dependent.
 
-Where `bench/gpu_gemm.py --tune` found a faster tile the same day, which `gemm_config` has now, it
-has the search's time (2112 x 7168 from 128 rows on, 7168 x 16384 at 128, 7168 x 2048 at 64, 128);
-a search measures 3 to 10 % less than the roofline does. That would decide for 24576 x 1536 at 128
-rows (15.9 in the search): there the earlier tile's time stands."""
+But for 7168 x 16384 at 256 rows, where two are within 1 % of each other there: those are means of
+four layers (bench/gpu_layer.py), on a card that is hot.
+"""
 
 MANY_ROWS = 512
 """From here on a product has tiles enough without a split."""
