@@ -180,7 +180,9 @@ class CudaMemory:
     @contextmanager
     def aside(self) -> Iterator[None]:
         if self._side is None:
-            self._side = torch.cuda.Stream(self.ordinal)  # type: ignore[no-untyped-call]
+            self._side = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                self.ordinal, priority=-1
+            )  # a few units, before the kernels of a step
         with torch.cuda.stream(self._side):
             yield
 

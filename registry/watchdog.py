@@ -6,8 +6,10 @@ So does one that has lost what it computes with.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -23,6 +25,8 @@ EXIT_STUCK = 70
 """Exit status of a worker that gave up (EX_SOFTWARE of sysexits.h)."""
 LEAVING_S = 10.0
 """Seconds to deregister in before the process ends, however it hangs."""
+LIBRARIES_S = 2.0
+"""Seconds for what libraries do when Python has ended."""
 
 
 class Watchdog:
@@ -64,10 +68,17 @@ def step_bound_s(device: str) -> float:
 
 
 def end_process(after_s: float = LEAVING_S) -> None:
-    """Ends the process with EXIT_STUCK in a while: the thread that hangs would keep it for ever."""
+    """Ends the process in a while, whatever hangs. On the main thread.
+
+    A thread that hangs would keep it for ever: the status is EXIT_STUCK then. So may a library, in
+    what it does at exit (leaving an NVSHMEM job waits for ranks that are gone); threads of Python
+    no longer run by then, so it is the kernel that ends the process, by SIGALRM.
+    """
     timer = threading.Timer(after_s, partial(os._exit, EXIT_STUCK))
     timer.daemon = True
     timer.start()
+    signal.setitimer(signal.ITIMER_REAL, after_s + LIBRARIES_S)
+    atexit.register(signal.setitimer, signal.ITIMER_REAL, LIBRARIES_S)
 
 
 async def watched(

@@ -1,6 +1,7 @@
 """A step that does not end: it is told, and the process ends though a thread of it hangs."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 import threading
@@ -101,6 +102,22 @@ asyncio.run(watched(loop, dog, partial(end_process, 0.2), 0.01))
     )
     assert done.returncode == EXIT_STUCK, done.stderr
     assert "InternalError" in done.stderr
+
+
+def test_a_process_whose_libraries_hang_at_exit_is_ended_by_the_kernel():
+    """Python's threads stand still by then: a timer among them ends nothing."""
+    program = """
+import ctypes
+from pdmesh.registry.watchdog import end_process
+library = ctypes.CDLL(None)
+library.on_exit(library.pause, None)
+end_process()
+print("left", flush=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGALRM, "left\n"), done.stderr
 
 
 async def test_a_loop_that_has_lost_what_it_needs_is_left_at_once():
