@@ -196,6 +196,79 @@ def test_an_end_does_not_wait_for_pages_of_the_next_prompt_that_are_still_comput
         rig.finish(second)
 
 
+@pytest.mark.parametrize("then", ["stays", "closes"])
+def test_notices_that_came_meanwhile_are_compared_by_one_read_of_the_device(then, monkeypatch):
+    """And what came before the end of the stream counts, though it is compared after it."""
+    with cuda_ipc_rig(check_every=1) as rig:
+        reads, read_units = [], rig.target.read_units
+        busy, gate = threading.Event(), threading.Event()
+
+        def reading(units):
+            reads.append(len(units))
+            busy.set()
+            assert gate.wait(PATIENCE)
+            return read_units(units)
+
+        monkeypatch.setattr(rig.target, "read_units", reading)
+        lease = rig.lease(pages=(3, 1, 5))
+        transfer = rig.sender.open(lease)
+        transfer.push_pages(0, 1, [0])
+        assert busy.wait(PATIENCE)
+        transfer.push_pages(1, 1, [1])
+        transfer.push_layer(rig.source, 2, 1, [2])
+        transfer.push_layer(rig.source, 2, 0, [2])
+        transfer.start_finish(fin_of(transfer))
+        (link,) = rig.receiver._writers
+        until(lambda: link._came.qsize() == 4, "the notices and the FIN did not come")
+        if then == "closes":
+            rig.sender.close()
+            until(lambda: link.closed, "the end of the stream was not seen")
+        gate.set()
+        assert rig.wait().num_writes == 6
+        assert reads == [2, 4]
+        assert rig.arrived(lease, (3, 1, 5))
+        assert rig.receiver.cancel("a")
+
+
+def test_no_more_is_read_of_the_device_at_a_time_than_is_bounded(monkeypatch):
+    with cuda_ipc_rig(check_every=1) as rig:
+        size, reads, read_units = rig.target.page_layer_bytes, [], rig.target.read_units
+        monkeypatch.setattr("pdmesh.kvtransfer.cuda_ipc_link.COMPARED_BYTES", 3 * size)
+        busy, gate = threading.Event(), threading.Event()
+
+        def reading(units):
+            reads.append(len(units))
+            busy.set()
+            assert gate.wait(PATIENCE)
+            return read_units(units)
+
+        monkeypatch.setattr(rig.target, "read_units", reading)
+        transfer = rig.sender.open(rig.lease(pages=(3, 1, 5, 0)))
+        transfer.push_pages(0, 1, [0])
+        assert busy.wait(PATIENCE)
+        for page in (1, 2, 3):
+            transfer.push_pages(page, 1, [page])
+        (link,) = rig.receiver._writers
+        until(lambda: link._came.qsize() == 3, "the notices did not come")
+        gate.set()
+        rig.finish(transfer)
+        assert reads == [2, 4, 2]
+
+
+def test_a_device_that_cannot_be_read_ends_the_connection_and_frees_the_pages(monkeypatch):
+    with cuda_ipc_rig() as rig:
+        transfer = rig.sender.open(rig.lease(pages=(3,)))
+
+        def fails(units):
+            raise RuntimeError("an illegal memory access was encountered")
+
+        monkeypatch.setattr(rig.target, "read_units", fails)
+        transfer.push_pages(0, 1, [0])
+        with pytest.raises(TransferFailed):
+            transfer.finish(fin_of(transfer))
+        wait_phase(rig, Phase.FREE)
+
+
 def test_places_are_told_when_the_receivers_device_is_through_with_them():
     with cuda_ipc_rig() as rig:
         rig.device.gate.clear()
