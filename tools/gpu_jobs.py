@@ -132,7 +132,7 @@ JOBS: tuple[Job, ...] = (
     check("shared-weights", "test_gpu_shared_weights", 90, needs=MESH, environment=NO_BUILD),
     check("sharing", "test_launch_sharing", 60, needs=MESH),
     check("ranks", "test_gpu_ranks", 90, needs=MESH, environment=NO_BUILD),
-    check("mesh-ranks", "test_gpu_mesh_ranks", 150, "-k", "plain", needs=["nvshmem", *MESH]),
+    check("mesh-ranks", "test_gpu_mesh_ranks", 300, "-k", "plain", needs=["nvshmem", *MESH]),
     check("mesh-ranks-fp8", "test_gpu_mesh_ranks", 90, "-k", "fp8", needs=["nvshmem", *MESH]),
     check(
         "random",
@@ -152,7 +152,7 @@ JOBS: tuple[Job, ...] = (
     timing(
         "layer",
         "gpu_layer.py --warm --rest --latents plain fp8 --json {out}/h200_layer.json",
-        110,
+        150,
         needs=["deep_gemm"],
     ),
     timing(
@@ -161,10 +161,10 @@ JOBS: tuple[Job, ...] = (
         10,
         reads=("layer/h200_layer.json",),
     ),
-    timing("roofline", "roofline.py --warm --csv {out}/h200_roofline.csv", 75),
+    timing("roofline", "roofline.py --warm --csv {out}/h200_roofline.csv", 113),
     timing("prefill", "gpu_prefill.py --json {out}/h200_prefill.json", 118, needs=["flashinfer"]),
     timing("mesh-full", "gpu_mesh.py --budget-s {left}", 300, needs=MESH, limit=540),
-    timing("gemm-tune", "gpu_gemm.py --tune --only cuda --rows 256,128,64", 11),
+    timing("gemm-tune", "gpu_gemm.py --tune --only cuda --rows 256,128,64,16", 14),
     timing("gemm-heads", "gpu_gemm.py --only heads --rows 256", 8),
     timing("mla-times", "gpu_mla.py --out {out}", 60),
     timing("mla-prefill", "gpu_mla_prefill.py", 11, needs=["flashinfer", "flash_mla"]),
