@@ -111,7 +111,8 @@ def topology(options: argparse.Namespace) -> str:
         pages = ""
     chunk = f"chunk_tokens = {options.chunk}\n" if options.chunk else ""
     batch = f"max_batch = {max(options.at_once)}\nmetrics_port = 9300\n"
-    return f"[prefill]\n{pages}{chunk}[decode]\n{pages}{batch}"
+    level = f'[mesh]\nlog_level = "{options.log_level}"\n'
+    return f"{level}[prefill]\n{pages}{chunk}[decode]\n{pages}{batch}"
 
 
 @contextmanager
@@ -291,6 +292,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--chunk", type=int, default=0, metavar="N", help="of a step of prefill (default: auto)")
     add("--budget-s", type=float, default=480.0, metavar="S", help="for all of it (default: 480)")
     add("--seed", type=int, default=0, help="of the prompts")
+    levels = ("DEBUG", "INFO")
+    add("--log-level", default="INFO", choices=levels, help="DEBUG: with every step of a hand-off")
     add("--json", type=Path, metavar="FILE", help="default: $OUT/gpu_mesh.json")
     options = parser.parse_args(arguments)
     cpu = options.device == "cpu"

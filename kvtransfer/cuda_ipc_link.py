@@ -21,6 +21,7 @@ import logging
 import os
 import select
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -70,6 +71,7 @@ class _Batch:
     checked: tuple[tuple[memoryview, ...], ...]
     after: list[Frame] = field(default_factory=list)
     """What is to be said once they are announced."""
+    queued: float = field(default_factory=time.monotonic)
 
 
 class CudaIpcLink(PlacedLink):
@@ -174,7 +176,9 @@ class CudaIpcLink(PlacedLink):
     def _announce(self) -> None:
         while (batch := self._waiting.get()) is not None:
             try:
+                begun = time.monotonic()
                 batch.mark.wait()
+                there = time.monotonic()
                 notices = [
                     replace(write, pieces=(), device=None, crcs=tuple(map(checksum, views)))
                     for write, views in zip(batch.writes, batch.checked, strict=True)
@@ -189,7 +193,25 @@ class CudaIpcLink(PlacedLink):
             except OSError as error:
                 self.close(words(error))
                 continue
+            self._tell(batch, begun, there)
             super()._posted(batch.writes)
+
+    def _tell(self, batch: _Batch, begun: float, there: float) -> None:
+        """Where the time of a batch went: until it was this thread's turn, for its mark, since."""
+        last = batch.writes[-1]
+        event(
+            log,
+            "pages_announced",
+            logging.DEBUG,
+            lease=last.lease_id,
+            layer=last.layer + last.layers - 1,
+            writes=len(batch.writes),
+            ends=len(batch.after),
+            turn_ms=_ms(begun - batch.queued),
+            mark_ms=_ms(there - begun),
+            told_ms=_ms(time.monotonic() - there),
+            behind=self._waiting.qsize(),
+        )
 
     def _send(self, frames: Sequence[Frame]) -> None:
         send_all(self._sock, [part for frame in frames for part in to_frame(frame)])
@@ -251,6 +273,7 @@ class CudaIpcReceiverLink(ShmReceiverLink):
                     batch.append(self._came.get_nowait())
             ended = None in batch
             messages = [message for message in batch if message is not None]
+            began, ran = time.monotonic(), time.thread_time()
             try:
                 with self.memory.aside():  # checksums do not wait for a step that computes
                     for message in self._compared(messages):
@@ -262,6 +285,27 @@ class CudaIpcReceiverLink(ShmReceiverLink):
             except Exception:  # torch has many for a device that fails
                 log.exception("notices cannot be compared")
                 self.close("notices cannot be compared")
+            self._tell(messages, time.monotonic() - began, time.thread_time() - ran)
+
+    def _tell(self, messages: Sequence[Message], took: float, ran: float) -> None:
+        """How long messages took to handle, and how much of that this thread ran.
+
+        A thread that waits for a device runs, since it polls; one that waits for another thread of
+        its process (the interpreter's lock) does not. That is what the two numbers tell apart.
+        """
+        writes = [message for message in messages if isinstance(message, Write)]
+        ends = [message.lease_id for message in messages if isinstance(message, FinMessage)]
+        if writes or ends:
+            event(
+                log,
+                "pages_compared",
+                logging.DEBUG,
+                writes=len(writes),
+                units=sum(len(write.crcs) for write in writes),
+                ends=",".join(ends),
+                ms=_ms(took),
+                ran_ms=_ms(ran),
+            )
 
     def _read_bytes(self, message: Message | None) -> int:
         crcs = len(message.crcs) if isinstance(message, Write) else 0
@@ -296,7 +340,9 @@ class CudaIpcReceiverLink(ShmReceiverLink):
         with, its stream may not be.
         """
         if any(isinstance(message, Places) for message in batch):
+            began = time.monotonic()
             self.memory.settle()
+            event(log, "device_settled", logging.DEBUG, ms=_ms(time.monotonic() - began))
         super()._post(batch)
 
     def _release(self) -> None:
@@ -330,6 +376,10 @@ def _verdict(
     numbers = (page * write.layers + layer for page, layer in checked)
     pairs = zip(numbers, sums, write.crcs, strict=True)
     return Verdict(next((number for number, mine, sent in pairs if mine != sent), None))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"
 
 
 def _key(message: Frame) -> Key:

@@ -71,8 +71,9 @@ def end_process(after_s: float = LEAVING_S) -> None:
     """Ends the process in a while, whatever hangs. On the main thread.
 
     A thread that hangs would keep it for ever: the status is EXIT_STUCK then. So may a library, in
-    what it does at exit (leaving an NVSHMEM job waits for ranks that are gone); threads of Python
-    no longer run by then, so it is the kernel that ends the process, by SIGALRM.
+    what it does at exit (leaving an NVSHMEM job, or a device whose kernels wait for a rank that is
+    gone); threads of Python no longer run by then, so it is the kernel that ends the process, by
+    SIGALRM.
     """
     timer = threading.Timer(after_s, partial(os._exit, EXIT_STUCK))
     timer.daemon = True

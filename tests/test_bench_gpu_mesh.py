@@ -92,6 +92,9 @@ def test_by_default_eight_full_width_layers_are_made_on_the_gpu(bench, tmp_path)
     assert ("decode", "pages") not in topology.origins  # what the device has room for
     (tmp_path / "mesh.toml").write_text(bench.topology(bench.parse(["--chunk", "1024"])))
     assert load_topology(tmp_path / "mesh.toml").prefill.chunk_tokens == 1024
+    assert topology.mesh.log_level == "INFO"
+    (tmp_path / "mesh.toml").write_text(bench.topology(bench.parse(["--log-level", "DEBUG"])))
+    assert load_topology(tmp_path / "mesh.toml").mesh.log_level == "DEBUG"
     shipped = bench.parse(["--device", "cpu", "--config", "shipped"])
     assert "--random-weights" not in bench.flags(shipped)
 

@@ -285,6 +285,33 @@ def test_places_are_told_when_the_receivers_device_is_through_with_them():
         rig.finish(opened[0])
 
 
+def test_the_log_says_at_its_finest_what_each_part_of_a_hand_off_waited_for(caplog):
+    with cuda_ipc_rig() as rig, caplog.at_level(logging.DEBUG, CudaIpcLink.__module__):
+        transfer = rig.sender.open(rig.lease("a", pages=(3, 1)))
+        transfer.push_layer(rig.source, 0, 0, [0, 1])
+        until(lambda: arrived(rig) == 2, "it was never announced")
+        transfer.push_layer(rig.source, 0, 1, [0, 1])
+        rig.finish(transfer)
+        until(lambda: len(told(caplog, "pages_announced")) == 2, "it was never told of")
+        until(lambda: any(one["ends"] for one in told(caplog, "pages_compared")), "nor of its end")
+    assert [one["layer"] for one in told(caplog, "pages_announced")] == [0, 1]
+    compared = told(caplog, "pages_compared")
+    assert sum(one["writes"] for one in compared) == 2
+    assert sum(one["units"] for one in compared) == 4
+    assert [one["ends"] for one in compared if one["ends"]] == ["a"]
+    assert len(told(caplog, "device_settled")) == 1
+    spent = {"turn_ms", "mark_ms", "told_ms", "ms", "ran_ms"}
+    names = ("pages_announced", "pages_compared", "device_settled")
+    times = [one[name] for what in names for one in told(caplog, what) for name in spent & set(one)]
+    assert len(times) == 2 * 3 + len(compared) * 2 + 1
+    assert min(map(float, times)) >= 0
+
+
+def told(caplog, what):
+    """The fields of each such event, in order."""
+    return [one.fields for one in caplog.records if one.getMessage() == what]
+
+
 # ---- no page is used again under a write -----------------------------------------------------
 
 
