@@ -80,10 +80,6 @@ def _gate_by(weight: str, **options: Any) -> Callable[[Any], Any]:
     )
 
 
-def _sum_by(run: Any) -> Callable[..., Tensor]:
-    return lambda flat, origin, weights, shared: run(flat, origin, weights) + shared
-
-
 def _packed(rows: Tensor) -> Tensor:
     """A copy without gaps."""
     return rows.clone(memory_format=torch.contiguous_format)
@@ -256,7 +252,7 @@ def _all_steps() -> dict[str, Step]:
             weighted_sum,
             [
                 Candidate("torch", weighted_sum),
-                *own("triton.permute", "unpermute", "unpermute", _sum_by),
+                *own("triton.permute", "unpermute", "unpermute"),
             ],
             1e-2,
         ),

@@ -139,21 +139,22 @@ def unpermute_case(m: int) -> Case:
         targets = order.int().view(m, TOP)
         weights = torch.rand((m, TOP), generator=generator, device=DEVICE)
         parts = normal(seed, m * TOP, HIDDEN)
-        return parts, targets, weights, torch.empty_like(parts[:m])
+        plus = normal(seed + 1, m, HIDDEN)
+        return parts, targets, weights, plus, torch.empty_like(plus)
 
     def error(data: Any) -> float:
-        parts, targets, weights, out = data
+        parts, targets, weights, plus, out = data
         out.fill_(torch.nan)
-        got = permute.unpermute(*data[:3], out=out)
+        got = permute.unpermute(*data[:4], out=out)
         picked = parts[targets.long()].double()
-        return distance(got, (picked * weights.double().unsqueeze(-1)).sum(dim=1))
+        return distance(got, (picked * weights.double().unsqueeze(-1)).sum(dim=1) + plus.double())
 
     return Case(
         f"unpermute {m}x{HIDDEN}",
-        m * HIDDEN * 2 * (TOP + 1),
+        m * HIDDEN * 2 * (TOP + 2),
         make,
-        lambda data, **more: permute.unpermute(*data[:3], out=data[3], **more),
-        lambda data: routing.unpermute(*data[:3]),
+        lambda data, **more: permute.unpermute(*data[:4], out=data[4], **more),
+        lambda data: routing.unpermute(*data[:4]),
         error,
         0.005,
     )

@@ -155,16 +155,20 @@ def permute_contiguous(
     return Permuted(Rows(values, scales), targets.int(), row_expert)
 
 
-def unpermute(parts: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+def unpermute(
+    parts: Tensor, targets: Tensor, weights: Tensor, plus: Tensor | None = None
+) -> Tensor:
     """The weighted sum of what the experts gave for each row.
 
     Args:
         parts: [rows, h] or [experts, max_rows, h] bfloat16, in the layout that `targets` is of.
         targets: [m, choices] int32, of `Permuted`; -1 adds nothing.
         weights: [m, choices] float32.
+        plus: [m, h] bfloat16, what every row gets besides: that of the shared experts.
 
     Returns:
-        [m, h] bfloat16, added in float32 in the order of the choices, a product rounded by itself.
+        [m, h] bfloat16, added in float32 in the order of the choices, a product rounded by itself;
+        `plus` is added to the rounded sum.
     """
     flat = parts.reshape(-1, parts.shape[-1])
     total = torch.zeros((targets.shape[0], flat.shape[1]), device=flat.device)
@@ -172,4 +176,5 @@ def unpermute(parts: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         at = targets[:, choice].long()
         part = flat[at.clamp_min(0)].float() * weights[:, choice, None]
         total = total + torch.where((at >= 0).unsqueeze(1), part, 0.0)
-    return total.to(parts.dtype)
+    summed = total.to(parts.dtype)
+    return summed if plus is None else summed + plus

@@ -168,7 +168,7 @@ CALLS = {
     "gate_topk": _routed,
     "permute_masked": _masked,
     "permute_contiguous": _contiguous,
-    "unpermute": lambda parts, ids, _: parts.new_empty((ids.shape[0], parts.shape[-1])),
+    "unpermute": lambda parts, ids, *_: parts.new_empty((ids.shape[0], parts.shape[-1])),
     "join_keys": lambda own, shared: own.new_empty(
         (*own.shape[:2], own.shape[2] + shared.shape[1])
     ),

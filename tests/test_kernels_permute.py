@@ -106,6 +106,10 @@ def test_parts_come_back_as_the_weighted_sum_in_the_order_of_the_choices(m, k, h
     parts.view(-1, h)[used] = rows_with_extremes(len(used), h)
     got = fast.unpermute(parts, targets, weights)
     assert torch.equal(got, definition.unpermute(parts, targets, weights))
+    plus = rows_with_extremes(m, h)
+    more = fast.unpermute(parts, targets, weights, plus)
+    assert torch.equal(more, definition.unpermute(parts, targets, weights, plus))
+    assert torch.equal(more, got + plus)
     whole = torch.where(
         (targets >= 0).unsqueeze(-1), parts.view(-1, h)[targets.clamp_min(0).long()], 0.0
     ).to(torch.bfloat16)
@@ -122,3 +126,6 @@ def test_what_does_not_fit_is_refused():
         fast.permute_masked(x, ids[:2], where.places[:2], EXPERTS, 3)
     with pytest.raises(ValueError, match="parts"):
         fast.unpermute(torch.zeros(3, 4), ids, torch.zeros(3, 2))
+    with pytest.raises(ValueError, match="beside sums"):
+        parts = torch.zeros(3, 4).bfloat16()
+        fast.unpermute(parts, ids, torch.zeros(3, 2), parts[:2])

@@ -128,8 +128,8 @@ ENTRIES = (
     Entry(
         "permute",
         "unpermute_kernel",
-        "*bf16! *i32! *fp32! *bf16! i32!",
-        {"CHOICES": 8, "COLUMNS": 1024},
+        "*bf16! *i32! *fp32! *bf16! *bf16! i32!",
+        {"CHOICES": 8, "PLUS": True, "COLUMNS": 1024},
         {"enable_fp_fusion": False},
     ),
     Entry(

@@ -131,9 +131,22 @@ def permute_contiguous_kernel(
 
 
 @triton.jit
-def unpermute_kernel(parts, targets, weights, out, h, CHOICES: tl.constexpr, COLUMNS: tl.constexpr):
+def unpermute_kernel(
+    parts,
+    targets,
+    weights,
+    plus,
+    out,
+    h,
+    CHOICES: tl.constexpr,
+    PLUS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    here = row * h + column
+    if PLUS:
+        more = tl.load(plus + here, mask=column < h, other=0.0).to(tl.float32)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
     for choice in tl.static_range(CHOICES):
         at = tl.load(targets + row * CHOICES + choice).to(tl.int64)
@@ -141,7 +154,9 @@ def unpermute_kernel(parts, targets, weights, out, h, CHOICES: tl.constexpr, COL
         inside = (column < h) & (at >= 0)
         part = tl.load(parts + at * h + column, mask=inside, other=0.0).to(tl.float32)
         total += tl.where(at >= 0, part * weight, 0.0)
-    tl.store(out + row * h + column, total.to(tl.bfloat16), mask=column < h)
+    if PLUS:
+        total = total.to(tl.bfloat16).to(tl.float32) + more
+    tl.store(out + here, total.to(tl.bfloat16), mask=column < h)
 
 
 def permute_masked(
@@ -233,6 +248,7 @@ def unpermute(
     parts: Tensor,
     targets: Tensor,
     weights: Tensor,
+    plus: Tensor | None = None,
     *,
     out: Tensor | None = None,
     num_warps: int = 8,
@@ -243,6 +259,7 @@ def unpermute(
         parts: [rows, h] or [experts, max_rows, h] bfloat16, contiguous.
         targets: [m, choices] int32, contiguous.
         weights: [m, choices] float32, contiguous.
+        plus: [m, h] bfloat16, contiguous, or None.
         out: [m, h] bfloat16, contiguous; made if it is None.
         num_warps: warps of a program, for tuning.
     """
@@ -252,6 +269,10 @@ def unpermute(
         raise ValueError(f"parts {parts.dtype}, targets {targets.shape}, weights {weights.shape}")
     if not (parts.is_contiguous() and targets.is_contiguous() and weights.is_contiguous()):
         raise ValueError("parts, targets and weights have to be contiguous")
+    if plus is not None and (
+        plus.shape != (rows, h) or plus.dtype != parts.dtype or not plus.is_contiguous()
+    ):
+        raise ValueError(f"{plus.dtype} {plus.shape} {plus.stride()} beside sums [{rows}, {h}]")
     out = parts.new_empty((rows, h)) if out is None else out
     if rows and h:
         columns = min(COLUMNS, power_of_two(h))
@@ -259,9 +280,11 @@ def unpermute(
             parts,
             targets,
             weights,
+            weights if plus is None else plus,
             out,
             h,
             CHOICES=choices,
+            PLUS=plus is not None,
             COLUMNS=columns,
             num_warps=num_warps,
             # The definition rounds every product by itself.

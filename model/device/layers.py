@@ -182,8 +182,9 @@ class Layers:
         del rows_of
         hidden = activation(gate_up, *how[:1]) if m <= MASKED_ROWS else activation(gate_up)
         outputs = product(hidden, w.down, *how, out=second)
-        summed: Tensor = ops.unpermute(outputs, targets, routed.weights)
-        return summed if w.shared is None else summed + self.mlp(w.shared, rows)
+        shared = None if w.shared is None else self.mlp(w.shared, rows)
+        summed: Tensor = ops.unpermute(outputs, targets, routed.weights, shared)
+        return summed
 
     def _attend(
         self,
