@@ -126,6 +126,6 @@ def test_what_does_not_fit_is_refused():
         fast.permute_masked(x, ids[:2], where.places[:2], EXPERTS, 3)
     with pytest.raises(ValueError, match="parts"):
         fast.unpermute(torch.zeros(3, 4), ids, torch.zeros(3, 2))
+    parts = torch.zeros(3, 4).bfloat16()
     with pytest.raises(ValueError, match="beside sums"):
-        parts = torch.zeros(3, 4).bfloat16()
         fast.unpermute(parts, ids, torch.zeros(3, 2), parts[:2])

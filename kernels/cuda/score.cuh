@@ -23,10 +23,7 @@ __device__ __forceinline__ void score(char* shared, uint32_t base, const Barrier
     Ring<STAGES> next;
     uint32_t rd, qd = descriptor(base + AT_Q), kd;
     const auto begin_products = [&](int p) {
-        if (p < pages) {
-            barrier_wait(bar.rope_full + 8 * (p % 2), p / 2 & 1);
-            barrier_wait(bar.full + 8 * next.at, next.phase);
-        }
+        if (p < pages) barrier_wait(bar.ready + 8 * next.at, next.phase);
         rd = descriptor(base + AT_R + p % 2 * TILE);
         kd = descriptor(base + AT_V + next.at * V_STAGE);
         next.next();
@@ -50,7 +47,6 @@ __device__ __forceinline__ void score(char* shared, uint32_t base, const Barrier
     Ring<STAGES> ring;
     for (int p = 0; p < pages; ++p, ring.next()) {
         const int first_token = begin + p * PAGE, half = p % 2;
-        barrier_wait(bar.ready + 8 * ring.at, ring.phase);
         if (p >= 2) barrier_wait(bar.taken + 8 * half, (p / 2 - 1) & 1);
         mma_wait<0>();
         hold(s);
@@ -116,6 +112,7 @@ __device__ __forceinline__ void score(char* shared, uint32_t base, const Barrier
         if (lane == 0) reinterpret_cast<int*>(shared + AT_CHANGED)[half * 4 + warp] = changed;
         product(10);
         product(11);
+        uint32_t words[4][2];  // stored together at the end: a load does not wait behind a store
         const uint2* normed = reinterpret_cast<const uint2*>(shared + AT_NORMED) + ring.at * 16 + q4;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -134,15 +131,20 @@ __device__ __forceinline__ void score(char* shared, uint32_t base, const Barrier
             }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int row = r0 + 8 * i;
                 const __half2 low = __floats2half2_rn(x[8 * j + 2 * i], x[8 * j + 2 * i + 1]);
                 const __half2 high_half = __floats2half2_rn(x[8 * j + 4 + 2 * i], x[8 * j + 5 + 2 * i]);
-                char* to = shared + AT_P + row * 128 + (((4 * half + j) ^ (row & 7)) << 4);
-                const uint32_t word = pack_fp8(__hmul2(low, w0), __hmul2(high_half, w1));
-                store_word(shared_address(to) + 4 * q4, word);
+                words[j][i] = pack_fp8(__hmul2(low, w0), __hmul2(high_half, w1));
             }
         }
         mma_commit();
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = r0 + 8 * i;
+                char* to = shared + AT_P + row * 128 + (((4 * half + j) ^ (row & 7)) << 4);
+                store_word(shared_address(to) + 4 * q4, words[j][i]);
+            }
         proxy_fence();
         __syncwarp();
         if (lane == 0) barrier_arrive(bar.weights + 8 * half);
