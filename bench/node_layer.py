@@ -236,7 +236,7 @@ class Flow:
         self._back = kit.exchange.combine_send(self._handle, received, made)
 
     def _receive(self) -> Generator[Sum | Gather, Tensor, Tensor]:
-        done = self.kit.exchange.combine_recv(self._back, self._weights) + self._shared
+        done = self.kit.exchange.combine_recv(self._back, self._weights, self._shared)
         if self.kit.tp == 1:
             return done
         whole = yield Gather(done)

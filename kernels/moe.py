@@ -79,13 +79,17 @@ def expert_outputs(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Ten
     return _grouped_linear(hidden, down, order)[order.slots]
 
 
-def weighted_sum(parts: Tensor, weights: Tensor) -> Tensor:
-    """parts [n, k, h] times weights [n, k] float32, added in float32 in the order of k: [n, h]."""
+def weighted_sum(parts: Tensor, weights: Tensor, plus: Tensor | None = None) -> Tensor:
+    """parts [n, k, h] times weights [n, k] float32, added in float32 in the order of k: [n, h].
+
+    `plus` [n, h] of the same dtype is added to the sum in that dtype.
+    """
     scaled = parts.float() * weights.unsqueeze(-1)
     total = scaled[:, 0]
     for choice in range(1, weights.shape[1]):
         total = total + scaled[:, choice]
-    return total.to(parts.dtype)
+    summed = total.to(parts.dtype)
+    return summed if plus is None else summed + plus
 
 
 def _grouped_linear(x: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:

@@ -191,7 +191,7 @@ class Peer:
             received = end.dispatch_recv(sent)
             made = experts_made(received.arrived, rank)
             back = end.combine_send(sent, received, made)
-            end.combine_recv(back, weights[:count], out[:count])
+            end.combine_recv(back, weights[:count], out=out[:count])
             lane.arrived.rows.values.view(torch.uint8).fill_(0x7F)
 
         captured = None

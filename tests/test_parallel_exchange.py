@@ -67,9 +67,12 @@ class Ranks:
             handles[rank] = self.ends[rank].combine_send(handle, received, outputs)
         return handles
 
-    def run(self, rows, ids, weights):
+    def run(self, rows, ids, weights, plus=None):
         handles = self.compute(self.send(rows, ids))
-        found = {r: self.ends[r].combine_recv(handles[r], weights[r]) for r in self.members}
+        found = {}
+        for r in self.members:
+            more = plus and plus[r]
+            found[r] = self.ends[r].combine_recv(handles[r], weights[r], more)
         assert not any(self.mail.waiting.values()), "a message that nobody took"
         return found
 
@@ -97,6 +100,15 @@ def test_any_routing_over_any_placement_equals_all_experts_at_home(kind, ranks):
             assert torch.equal(found[rank], at_home(rows[rank], ids[rank], weights[rank]))
         else:
             assert found[rank].shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_shared_experts_gave_is_added_to_the_sum(ranks):
+    rows, ids, weights = inputs("skewed", [5, 1, 12][:ranks])
+    found = Ranks(scattered(ranks, ranks)).run(rows, ids, weights, plus=rows)
+    for rank in range(ranks):
+        home = at_home(rows[rank], ids[rank], weights[rank])
+        assert torch.equal(found[rank], home + rows[rank])
 
 
 def test_one_expert_may_get_every_row_of_every_rank():

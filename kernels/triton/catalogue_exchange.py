@@ -13,7 +13,7 @@ _NUMBER = "{}! *i32! *i32! *i32! *i32! *i32! *i32! *i64! *i64! *i64! *i64! i32! 
 _SEND = "*bf16! {}! *i32! *i32! *i32! *i64! *i64! *i64! i32! i32! i32! i32!"
 _SPREAD = "i64! *i32! *i32! *i32! *fp32! *i32! *i64! i32! i32! i32! i32! i32!"
 _RETURN = "*bf16! *i32! *i32! *i64! *i64! i32! i32!"
-_SUM = "*bf16! {}! *fp32! *bf16! i32!"
+_SUM = "*bf16! {}! *fp32! *bf16! *bf16! i32!"
 _WAIT_ROWS = (
     "*i64! *i64! *i32! *i64! *i64! *i32! *i32! *i64! *i32! *i32! *i32! *i32! *i64! i32! i64"
 )
@@ -92,7 +92,7 @@ EXCHANGE = (
             "ep_combine",
             "sum_kernel",
             _SUM.format(ids),
-            {"TOP": 8, "HIDDEN": 7168, "PART": 1024},
+            {"TOP": 8, "HIDDEN": 7168, "PART": 1024, "PLUS": True},
             {"enable_fp_fusion": False},
             variant=ids,
         )

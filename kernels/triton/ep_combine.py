@@ -57,17 +57,21 @@ def return_kernel(
 
 @triton.jit
 def sum_kernel(
-    back, ids, weights, out, num_experts,
-    TOP: tl.constexpr, HIDDEN: tl.constexpr, PART: tl.constexpr,
+    back, ids, weights, plus, out, num_experts,
+    TOP: tl.constexpr, HIDDEN: tl.constexpr, PART: tl.constexpr, PLUS: tl.constexpr,
 ):  # fmt: skip
     """out [n, HIDDEN] = back [n, TOP, HIDDEN] bfloat16 times weights [n, TOP] float32.
 
     Added in float32 in the order of choices, each product rounded before it is added: launched
     without fusing of products and sums. A choice that is none (its id out of range) adds nothing.
+    With PLUS the sum is rounded to out's dtype, and plus [n, HIDDEN] of it added.
     """
     PARTS: tl.constexpr = HIDDEN // PART
     row = tl.program_id(0) // PARTS
     column = (tl.program_id(0) % PARTS) * PART + tl.arange(0, PART)
+    here = row.to(tl.int64) * HIDDEN + column
+    if PLUS:
+        more = tl.load(plus + here).to(tl.float32)
     total = tl.zeros([PART], tl.float32)
     for k in tl.static_range(TOP):
         expert = tl.load(ids + row * TOP + k)
@@ -76,4 +80,6 @@ def sum_kernel(
         value = tl.load(back + at, mask=real & (column >= 0), other=0.0).to(tl.float32)
         weight = tl.load(weights + row * TOP + k, mask=real, other=0.0)
         total = value * weight if k == 0 else total + value * weight
-    tl.store(out + row.to(tl.int64) * HIDDEN + column, total.to(out.dtype.element_ty))
+    if PLUS:
+        total = total.to(out.dtype.element_ty).to(tl.float32) + more
+    tl.store(out + here, total.to(out.dtype.element_ty))

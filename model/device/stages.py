@@ -232,8 +232,7 @@ class Stages:
     def _receive(self, flow: DeviceFlow) -> None:
         assert flow.combined is not None
         assert flow.weights is not None
-        routed = self.exchange.combine_recv(flow.combined, flow.weights)
-        flow.output = routed if flow.shared is None else routed + flow.shared
+        flow.output = self.exchange.combine_recv(flow.combined, flow.weights, flow.shared)
         flow.rows = flow.normed = flow.ids = flow.weights = flow.shared = flow.combined = None
 
 

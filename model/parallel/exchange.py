@@ -184,10 +184,13 @@ class ExpertParallel(Protocol):
     ) -> CombineHandle:
         """Send what `received.outputs` gave back to the rows' homes."""
 
-    def combine_recv(self, handle: CombineHandle, weights: Tensor) -> Tensor:
+    def combine_recv(
+        self, handle: CombineHandle, weights: Tensor, plus: Tensor | None = None
+    ) -> Tensor:
         """Wait for the outputs of the own rows and add them up: [n, h] in the rows' dtype.
 
-        weights [n, k] float32, as `ids` were.
+        weights [n, k] float32, as `ids` were. `plus` [n, h] in the rows' dtype, what the shared
+        experts gave, is added to the sum.
 
         Raises:
             RankLost: a rank did not send.

@@ -200,8 +200,15 @@ class HostLane:
                 self._blocks[home]["returned"][self._heap.rank] = self.step
                 self._bytes["combine"][home] += size.combine_bytes(count)
 
-    def sum_outputs(self, ids: Tensor, weights: Tensor, out: Tensor, experts: int) -> None:
-        """combine_recv: waits, and adds up: out [n, h]."""
+    def sum_outputs(
+        self,
+        ids: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        experts: int,
+        plus: Tensor | None = None,
+    ) -> None:
+        """combine_recv: waits, and adds up, `plus` too: out [n, h]."""
         returned = self._own["returned"]
         awaited = [rank for rank in self._members() if self._asked[rank]]
         self._wait(lambda rank: int(returned[rank]) >= self.step, awaited)
@@ -210,7 +217,7 @@ class HostLane:
         real = (ids >= 0) & (ids < experts)
         parts = self._own["back"][: ids.numel()].view(*ids.shape, -1)
         parts = torch.where(real.unsqueeze(-1), parts, 0.0)
-        out.copy_(weighted_sum(parts, torch.where(real, weights, 0.0)))
+        out.copy_(weighted_sum(parts, torch.where(real, weights, 0.0), plus))
 
     def _members(self) -> range | list[int]:
         return [rank for rank, there in enumerate(self._shared.members.tolist()) if there]

@@ -60,7 +60,9 @@ class LocalExperts:
         assert isinstance(received, ReceivedRows)
         return _Combined(received.channel, self._wire.pack_outputs(outputs), received.rows.dtype)
 
-    def combine_recv(self, handle: CombineHandle, weights: Tensor) -> Tensor:
+    def combine_recv(
+        self, handle: CombineHandle, weights: Tensor, plus: Tensor | None = None
+    ) -> Tensor:
         """See `ExpertParallel`."""
         assert isinstance(handle, _Combined)
-        return weighted_sum(handle.outputs.to(handle.dtype), weights)
+        return weighted_sum(handle.outputs.to(handle.dtype), weights, plus)

@@ -134,7 +134,9 @@ class MessageExperts:
                 at += count
         return _Combined(channel, handle)
 
-    def combine_recv(self, handle: CombineHandle, weights: Tensor) -> Tensor:
+    def combine_recv(
+        self, handle: CombineHandle, weights: Tensor, plus: Tensor | None = None
+    ) -> Tensor:
         """See `ExpertParallel`."""
         assert isinstance(handle, _Combined)
         sent, rows = handle.dispatched, handle.dispatched.rows
@@ -147,7 +149,7 @@ class MessageExperts:
             return rows.new_empty((0, rows.shape[1]))
         outputs = rows.new_empty((sent.order.shape[0], rows.shape[1]))
         outputs.index_copy_(0, sent.order, torch.cat(parts).to(rows.dtype))
-        return weighted_sum(outputs.view(*sent.shape, -1), weights)
+        return weighted_sum(outputs.view(*sent.shape, -1), weights, plus)
 
     def _post(self, peer: int, channel: Channel, message: Message) -> None:
         if peer != self._transport.rank:

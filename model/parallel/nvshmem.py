@@ -326,7 +326,12 @@ class NvshmemExperts:
         return _Combined(handle.channel._replace(kind="combine"), handle)
 
     def combine_recv(
-        self, handle: CombineHandle, weights: Tensor, out: Tensor | None = None
+        self,
+        handle: CombineHandle,
+        weights: Tensor,
+        plus: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See `ExpertParallel`; written to `out` [n, h] if that is given."""
         assert isinstance(handle, _Combined)
@@ -334,5 +339,5 @@ class NvshmemExperts:
         if out is None:
             shape = (sent.ids.shape[0], self.size.hidden)
             out = torch.empty(shape, dtype=sent.dtype, device=self._device)
-        sent.lane.sum_outputs(sent.ids, weights, out, self._tables[0].experts)
+        sent.lane.sum_outputs(sent.ids, weights, out, self._tables[0].experts, plus)
         return out

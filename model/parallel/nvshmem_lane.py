@@ -306,14 +306,22 @@ class Lane:
             CLOCK=self._heap.device.type == "cuda", num_warps=4,
         )  # fmt: skip
 
-    def sum_outputs(self, ids: Tensor, weights: Tensor, out: Tensor, experts: int) -> None:
-        """combine_recv: out [n, h]."""
+    def sum_outputs(
+        self,
+        ids: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        experts: int,
+        plus: Tensor | None = None,
+    ) -> None:
+        """combine_recv: out [n, h], with `plus` [n, h] contiguous of its dtype if that is given."""
         from pdmesh.kernels.triton.ep_combine import sum_kernel
 
         self.wait_outputs()
         if ids.shape[0]:
             sum_kernel[(ids.shape[0] * self._parts,)](
-                self._view(self._back).view(torch.bfloat16), ids, weights, out, experts,
-                TOP=self.size.top_k, HIDDEN=self.size.hidden, PART=self._part,
+                self._view(self._back).view(torch.bfloat16), ids, weights,
+                out if plus is None else plus, out, experts, TOP=self.size.top_k,
+                HIDDEN=self.size.hidden, PART=self._part, PLUS=plus is not None,
                 num_warps=self._warps, enable_fp_fusion=False,
             )  # fmt: skip

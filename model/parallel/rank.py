@@ -144,9 +144,8 @@ class Rank:
             case Stage.EXPERTS:
                 self._compute(item, flow)
             case Stage.RECEIVE:
-                combined = _some(flow.combined)
-                routed = self.expert_parallel.combine_recv(combined, _some(flow.weights))
-                output = routed if flow.shared is None else routed + flow.shared
+                combined, weights = _some(flow.combined), _some(flow.weights)
+                output = self.expert_parallel.combine_recv(combined, weights, flow.shared)
                 yield from self._home(item, work, flow, output)
 
     def _project(self, item: Item, work: Work, flow: Flow, layer: LayerShard) -> None:
