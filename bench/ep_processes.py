@@ -18,6 +18,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
 import torch  # noqa: E402 - the path is set above
 import torch.distributed as dist  # noqa: E402
+from figures import as_json, rounded  # noqa: E402
 from rank_processes import together  # noqa: E402
 
 from pdmesh.kernels.expert_exchange import ExchangeSize  # noqa: E402
@@ -151,8 +152,8 @@ class Member:
         """Microseconds of all_to_all_single of what dispatch and combine send, as they are timed.
 
         To each rank, the own one too, the bytes that it gets in that half, in multiples of 128. How
-        many they are everybody knows before, nothing is quantised, laid out or summed. NaN if NCCL
-        fails.
+        many they are everybody knows before, nothing is quantised, laid out or summed. Infinite if
+        NCCL fails, so that the slowest rank's are too.
         """
         to = self.end._tables[0].ranks[:, 0].long()[self.ids]
         rows = [int((to == peer).any(1).sum()) for peer in range(self.size.ranks)]
@@ -178,7 +179,7 @@ class Member:
             return self.replayed(works)
         except RuntimeError:
             traceback.print_exc()
-            return dict.fromkeys(works, math.nan)
+            return dict.fromkeys(works, math.inf)
 
 
 def gathered(own: list[int]) -> list[list[int]]:
@@ -268,10 +269,10 @@ def member(
             line[f"{name} us"] = round(each, 1)
             line[f"{name} GB/s"] = round(size / each / 1e3)
             line.update(bounds(name, size))
-            line[f"{name} NCCL us"] = round(nccl[name], 1)
+            line[f"{name} NCCL us"] = rounded(nccl[name], 1)
         line |= {f"{name} us": round(each, 1) for name, each in parts.items()}
         if rank == 0:
-            print(json.dumps(line), file=answers, flush=True)
+            print(as_json(line), file=answers, flush=True)
         here.meet()
         here.end.close()
         del here

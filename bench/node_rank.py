@@ -5,7 +5,6 @@ Rank 0 writes one line of JSON for each thing that is known; the command makes t
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
@@ -17,6 +16,7 @@ import bounds
 import torch
 import torch.distributed as dist
 from ep_processes import Member
+from figures import as_json, rounded
 from gpu_timing import replay_times, timed
 from node_layer import Flow, Gather, Kit, Sum, drive, flows_of, schedule_of
 from node_plan import (
@@ -82,7 +82,7 @@ class Rank:
     def tell(self, kind: str, **what: Any) -> None:
         """A line for the command, from rank 0."""
         if self.asked.rank == 0:
-            print(json.dumps({"line": kind, **what}), file=self._out, flush=True)
+            print(as_json({"line": kind, **what}), file=self._out, flush=True)
 
     def _plan(self) -> NodePlan:
         asked = self.asked
@@ -209,7 +209,7 @@ class Rank:
             float(one.square().mean().sqrt().nan_to_num(float("inf"))),
             float(not bool(torch.isfinite(one).all())),
         )
-        found["finite"], found["hidden_rms"] = not wrong, round(largest, 2)
+        found["finite"], found["hidden_rms"] = not wrong, rounded(largest, 2)
         dense_us = took[0] / dense
         found["chain_us"] = round(took[moe], 1)
         return found | {"dense": dense_us, "moe": moe_time(took[moe], dense_us, moe, dense)}, hidden
@@ -254,7 +254,7 @@ class Rank:
             row: dict[str, Any] = {"tokens": count}
             for name, mine, theirs in zip(took, both, both[len(took) :], strict=False):
                 row |= {f"{name}_us": round(mine, 1), f"{name}_bytes": sent.total(name) // steps}
-                row[f"{name}_nccl_us"] = round(theirs, 1)
+                row[f"{name}_nccl_us"] = rounded(theirs, 1)
             self.tell("exchange", row=row)
             here.meet()
             here.end.close()
