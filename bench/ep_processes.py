@@ -12,6 +12,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
@@ -19,7 +20,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 import torch  # noqa: E402 - the path is set above
 import torch.distributed as dist  # noqa: E402
 from figures import as_json, rounded  # noqa: E402
-from rank_processes import together  # noqa: E402
+from rank_processes import ends_at_once, together  # noqa: E402
 
 from pdmesh.kernels.expert_exchange import ExchangeSize  # noqa: E402
 from pdmesh.kernels.routing import ALIGNMENT  # noqa: E402
@@ -248,8 +249,22 @@ def member(
     rank: int, ranks: int, job: str, meeting: str, tokens: list[int], put: bool, layout: str
 ) -> None:
     """A process of `many_gpus`; rank 0 prints a line of JSON for each number of tokens."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    with ends_at_once(), os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # what libraries print is no answer
+        tell(answers, rank, ranks, job, meeting, tokens, put, layout)
+
+
+def tell(
+    answers: TextIO,
+    rank: int,
+    ranks: int,
+    job: str,
+    meeting: str,
+    tokens: list[int],
+    put: bool,
+    layout: str,
+) -> None:
+    """What `member` does; lines go to `answers`."""
     device = torch.device("cuda", rank)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     heap = NvshmemHeap.join(bytes.fromhex(job), rank, ranks, device)
@@ -277,7 +292,6 @@ def member(
         here.end.close()
         del here
         torch.cuda.empty_cache()
-    os._exit(0)
 
 
 def many_gpus(ranks: int, tokens: list[int], put: bool, layout: str) -> list[dict[str, object]]:

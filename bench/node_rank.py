@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import statistics
 import time
-import traceback
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -35,6 +34,7 @@ from node_plan import (
 from node_results import Times, bound_work, moe_time, result_row
 from node_weights import Ends, LayerWeights, Pages, even_choices, first_heads, random_layer
 from node_world import Asked, World, captured
+from rank_processes import ends_at_once
 from torch import Tensor
 
 from pdmesh.kernels.backends import Backends, Shapes, choose_backends
@@ -264,19 +264,10 @@ class Rank:
 
 def run(asked: Asked) -> None:
     """The process of a rank; ends it."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    status = 1
-    try:
-        with torch.no_grad():
-            rank = Rank(asked, out)
-            if rank.plan.moe:
-                rank.work()
-            else:
-                rank.tell("done")
-        status = 0
-    except BaseException:  # noqa: BLE001 - libraries' exit handlers would wait for other ranks
-        traceback.print_exc()
-    finally:
-        out.flush()
-        os._exit(status)
+    with ends_at_once(), os.fdopen(os.dup(1), "w") as out, torch.no_grad():
+        os.dup2(2, 1)
+        rank = Rank(asked, out)
+        if rank.plan.moe:
+            rank.work()
+        else:
+            rank.tell("done")
