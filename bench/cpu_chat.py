@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import tempfile
@@ -27,6 +26,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT / ".pythonpat
 
 import command_line  # noqa: E402 - the path is set above
 import meshes  # noqa: E402 - the path is set above
+from figures import as_json  # noqa: E402
 
 from pdmesh.launch.status import collect  # noqa: E402
 from pdmesh.launch.topology import shipped_model  # noqa: E402
@@ -252,7 +252,7 @@ def main() -> int:
         rates = measure(options, mesh)
     report(rates)
     if options.json:
-        options.json.write_text(json.dumps(rates, indent=2))
+        options.json.write_text(as_json(rates, 2))
     return 0
 
 

@@ -12,7 +12,6 @@ the host's work costs nothing until tokens are chosen. `--profile` prints where 
 from __future__ import annotations
 
 import cProfile
-import json
 import pstats
 import statistics
 import sys
@@ -27,6 +26,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 import command_line  # noqa: E402 - the path is set above
 import node_dry  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
+from figures import as_json  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from pdmesh.decode.capturing import captured_rows  # noqa: E402
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = DeviceModel(config, weights, node_dry.plain_ops())
     for drafts in options.drafts:
         found = measure(model, options.batch, options.keys, drafts, options.profile)
-        print(json.dumps(found), flush=True)
+        print(as_json(found), flush=True)
     return 0
 
 

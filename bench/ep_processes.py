@@ -12,13 +12,15 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
 import torch  # noqa: E402 - the path is set above
 import torch.distributed as dist  # noqa: E402
-from rank_processes import together  # noqa: E402
+from figures import as_json, rounded  # noqa: E402
+from rank_processes import ends_at_once, together  # noqa: E402
 
 from pdmesh.kernels.expert_exchange import ExchangeSize  # noqa: E402
 from pdmesh.kernels.routing import ALIGNMENT  # noqa: E402
@@ -151,8 +153,8 @@ class Member:
         """Microseconds of all_to_all_single of what dispatch and combine send, as they are timed.
 
         To each rank, the own one too, the bytes that it gets in that half, in multiples of 128. How
-        many they are everybody knows before, nothing is quantised, laid out or summed. NaN if NCCL
-        fails.
+        many they are everybody knows before, nothing is quantised, laid out or summed. Infinite if
+        NCCL fails, so that the slowest rank's are too.
         """
         to = self.end._tables[0].ranks[:, 0].long()[self.ids]
         rows = [int((to == peer).any(1).sum()) for peer in range(self.size.ranks)]
@@ -178,7 +180,7 @@ class Member:
             return self.replayed(works)
         except RuntimeError:
             traceback.print_exc()
-            return dict.fromkeys(works, math.nan)
+            return dict.fromkeys(works, math.inf)
 
 
 def gathered(own: list[int]) -> list[list[int]]:
@@ -247,8 +249,22 @@ def member(
     rank: int, ranks: int, job: str, meeting: str, tokens: list[int], put: bool, layout: str
 ) -> None:
     """A process of `many_gpus`; rank 0 prints a line of JSON for each number of tokens."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    with ends_at_once(), os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # what libraries print is no answer
+        tell(answers, rank, ranks, job, meeting, tokens, put, layout)
+
+
+def tell(
+    answers: TextIO,
+    rank: int,
+    ranks: int,
+    job: str,
+    meeting: str,
+    tokens: list[int],
+    put: bool,
+    layout: str,
+) -> None:
+    """What `member` does; lines go to `answers`."""
     device = torch.device("cuda", rank)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     heap = NvshmemHeap.join(bytes.fromhex(job), rank, ranks, device)
@@ -268,15 +284,14 @@ def member(
             line[f"{name} us"] = round(each, 1)
             line[f"{name} GB/s"] = round(size / each / 1e3)
             line.update(bounds(name, size))
-            line[f"{name} NCCL us"] = round(nccl[name], 1)
+            line[f"{name} NCCL us"] = rounded(nccl[name], 1)
         line |= {f"{name} us": round(each, 1) for name, each in parts.items()}
         if rank == 0:
-            print(json.dumps(line), file=answers, flush=True)
+            print(as_json(line), file=answers, flush=True)
         here.meet()
         here.end.close()
         del here
         torch.cuda.empty_cache()
-    os._exit(0)
 
 
 def many_gpus(ranks: int, tokens: list[int], put: bool, layout: str) -> list[dict[str, object]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from figures import as_json
 from gemm_cases import (
     NOPE,
     RANK,
@@ -265,8 +266,8 @@ def _check(mine: Sequence[Candidate], path: Path) -> None:
                 error = relative_error(got, wanted)
                 text = None if torch.equal(got, again) else "differs from run to run"
             except Exception as problem:  # noqa: BLE001 - a tile that does not fit is a result
-                error, text = float("nan"), f"{type(problem).__name__}: {problem}"[:300]
-            file.write(json.dumps([c.key, error, text]) + "\n")
+                error, text = None, f"{type(problem).__name__}: {problem}"[:300]
+            file.write(as_json([c.key, error, text]) + "\n")
             file.flush()
 
 
@@ -286,7 +287,7 @@ def end_check(every: list[Candidate], jobs: list[Any], out: Path, s: float) -> d
     for path in sorted(out.glob(f"checked_{every[0].op}*.jsonl")):
         for line in path.read_text().splitlines():
             key, error, text = json.loads(line)
-            if text is None and error <= WORST[json.loads(key)[0]]:
+            if text is None and error is not None and error <= WORST[json.loads(key)[0]]:
                 right[key] = error
             else:
                 problems.append(f"{key}: {error} {text}")

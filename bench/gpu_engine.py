@@ -13,7 +13,6 @@ operations wait for each other: some kernel did not wait for another.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import statistics
@@ -30,6 +29,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
 import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
+from figures import as_json  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from pdmesh.decode.drafter import SequenceRows  # noqa: E402
@@ -328,9 +328,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for what, size, call in calls:
         pool.normal_()  # nothing of the measurement before
         results.append(measured(what, size, call))
-        print(json.dumps(results[-1]), flush=True)
+        print(as_json(results[-1]), flush=True)
         if out := os.environ.get("OUT"):
-            Path(out, "gpu_engine.json").write_text(json.dumps(results, indent=1) + "\n")
+            Path(out, "gpu_engine.json").write_text(as_json(results, 1) + "\n")
     print(f"peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
     return int(any("error" in result for result in results))
 

@@ -19,8 +19,6 @@ time of a layer is that of a graph of several layers, each with weights and page
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 import time
 import traceback
@@ -34,6 +32,7 @@ sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 import bounds  # noqa: E402 - the path is set above
 import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402
+from figures import as_json, rounded, shown, total  # noqa: E402
 from gpu_block import Block, Rank, State, Weights  # noqa: E402
 from gpu_choices import Step, Table, choose, steps  # noqa: E402
 from gpu_libraries import attention_reference  # noqa: E402
@@ -55,7 +54,7 @@ SHARED = ("shared_up", "shared_act", "shared_down")
 ORDER = (*ATTENTION, "o_proj", "post_norm", "gate", *SHARED, *EXPERTS)
 DENSE_ORDER = ["dense_up", "dense_act", "dense_down"]
 COPIES = ("dispatch", "combine_send")
-AIM = {"ep128": 900.0, "ep8": 1120.0, "tp8": math.nan}
+AIM: dict[str, float | None] = {"ep128": 900.0, "ep8": 1120.0, "tp8": None}
 
 
 def usable(step: Step) -> Callable[..., Any]:
@@ -82,8 +81,8 @@ def print_step(
         f"{m.name} {m.microseconds:.1f}" if not m.why_not else f"{m.name}: {m.why_not}"
         for m in tried
     ]
-    shown = "-" if limit is None else f"{limit:.1f}"
-    print(f"  {name:13} {best.microseconds:7.1f} us  bound {shown:>6}  {best.name}", end="  ")
+    least = shown(limit, ".1f")
+    print(f"  {name:13} {best.microseconds:7.1f} us  bound {least:>6}  {best.name}", end="  ")
     print(f"[{'; '.join(parts)}]", flush=True)
 
 
@@ -157,7 +156,7 @@ def measure(
         "bound_us": bounds.total(bound, bounds.H200),
         "sum_of_steps_us": sum_of_steps,
         "copies_us": copies,
-        "public_us": sum(public(tried[name]) for name in ORDER),
+        "public_us": total(public(tried[name]) for name in ORDER),
         "layer": whole,
         "layer_error": wrong,
         "steps": step_rows(bound, chosen, tried),
@@ -168,23 +167,24 @@ def measure(
 
 def print_layer(key: str, result: dict[str, Any]) -> None:
     whole = result["layer"]
-    modes = ", ".join(f"{name} {whole[name]:.1f}" for name in MODES)
+    modes = ", ".join(f"{name} {shown(whole[name], '.1f')}" for name in MODES)
     print(
         f"  layer: {modes} us; rested {whole['rested']:.1f},"
         f" sustained {whole['sustained']:.1f} ({whole['best']})"
         f" at {whole['sustained_clocks'].get('clocks.sm')} MHz;"
         f" steps {result['sum_of_steps_us']:.1f}, copies among them {result['copies_us']:.1f},"
-        f" public ones {result['public_us']:.1f};\n"
-        f"  bound {result['bound_us']:.1f}, aim {AIM[key]:.0f}; error {result['layer_error']:.2g};"
-        f" gaps {whole.get('gap_share', math.nan):.1%} of {whole.get('span', math.nan):.1f} us,"
-        f" {whole.get('kernels', math.nan):.0f} kernels",
+        f" public ones {shown(result['public_us'], '.1f')};\n"
+        f"  bound {result['bound_us']:.1f}, aim {shown(AIM[key], '.0f')};"
+        f" error {result['layer_error']:.2g};"
+        f" gaps {shown(whole.get('gap_share'), '.1%')} of {shown(whole.get('span'), '.1f')} us,"
+        f" {shown(whole.get('kernels'), '.0f')} kernels",
         flush=True,
     )
 
 
-def public(tried: Sequence[Measured]) -> float:
-    """The fastest correct candidate that is not this project's; NaN if there is none."""
-    return min((m.microseconds for m in tried if not m.own and not m.why_not), default=math.nan)
+def public(tried: Sequence[Measured]) -> float | None:
+    """The fastest correct candidate that is not this project's; None if there is none."""
+    return min((m.microseconds for m in tried if not m.own and not m.why_not), default=None)
 
 
 def step_rows(
@@ -196,7 +196,7 @@ def step_rows(
             "us": round(best.microseconds, 2),
             "by": best.name,
             "own": best.own,
-            "public_us": round(public(tried[name]), 2),
+            "public_us": rounded(public(tried[name]), 2),
             "bound_us": round(bound[name].microseconds(bounds.H200), 2) if name in bound else None,
             "tried": [m.row() for m in tried[name]],
         }
@@ -252,7 +252,7 @@ def main() -> int:
 
     def save() -> None:
         if args.json:
-            args.json.write_text(json.dumps(found, indent=1) + "\n")
+            args.json.write_text(as_json(found, 1) + "\n")
 
     failed: dict[str, str] = {}
 

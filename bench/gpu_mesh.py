@@ -44,6 +44,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT / ".pythonpat
 import command_line  # noqa: E402 - the path is set above
 import grpc  # noqa: E402 - the path is set above
 import meshes  # noqa: E402
+from figures import as_json  # noqa: E402
 from gpu_mesh_figures import HEADER, Point, row, summed, worth_it  # noqa: E402
 
 from pdmesh.launch.processes import PARENT_VARIABLE, command  # noqa: E402
@@ -356,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def write() -> None:
         results["points"] = [asdict(point) for point in points]
         if target is not None:
-            target.write_text(json.dumps(results, indent=1) + "\n")
+            target.write_text(as_json(results, 1) + "\n")
 
     write()
     try:

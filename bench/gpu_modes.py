@@ -7,7 +7,6 @@ other bits than one that waits.
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -71,7 +70,7 @@ def whole_layer(blocks: Sequence[Block], clocks: Clocks) -> dict[str, Any]:
     """The layer in graphs: in line, with the shared expert beside, with dependent launches.
 
     A mode that cannot be captured, or whose result is not that of launches that wait for each
-    other, has no time. The fastest is also run with pauses, and for seconds without one.
+    other, has None for a time. The fastest is also run with pauses, and for seconds without one.
 
     Raises:
         RuntimeError: that is so of the layers in line.
@@ -85,7 +84,7 @@ def whole_layer(blocks: Sequence[Block], clocks: Clocks) -> dict[str, Any]:
         ("side_66", torch.cuda.Stream(), 66),
         ("dependent", None, None),
     ):
-        found[name], residual = math.nan, begin.clone()
+        found[name], residual = None, begin.clone()
         for block in blocks:
             block.shared_processors = sms
         try:

@@ -12,7 +12,6 @@ dispatch_overlap, where it begins, and how much the rule `auto` loses with that 
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ import torch  # noqa: E402 - the path is set above
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from bounds import COMBINE_BYTES, DISPATCH_BYTES, TOP_K  # noqa: E402
+from figures import as_json  # noqa: E402
 from gpu_block import EPS, Block, Rank, State, Weights  # noqa: E402
 from gpu_choices import choose, steps  # noqa: E402
 from gpu_layer import ORDER, blocks_of, note, usable  # noqa: E402
@@ -218,7 +218,7 @@ def main() -> None:
 
     def save(rows: dict[int, dict[str, float]], **more: Any) -> None:
         if args.json:
-            args.json.write_text(json.dumps({"us": rows, **more}, indent=1) + "\n")
+            args.json.write_text(as_json({"us": rows, **more}, 1) + "\n")
 
     with torch.inference_mode(), Clocks() as clocks:
         chosen = {n: chosen_ops(n, args.without) for n in CHOSEN_AT}

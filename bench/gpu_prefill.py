@@ -11,11 +11,9 @@ with and without dispatch and combine of eight H200s as published (DeepEP, norma
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 import bounds  # noqa: E402 - the path is set above
 import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402
+from figures import as_json, shown, total  # noqa: E402
 from gpu_block import EPS, SCALE, Rank, State, Weights, random_weight  # noqa: E402
 from gpu_choices import Step, steps  # noqa: E402
 from gpu_timing import Candidate, Clocks, pick, timed  # noqa: E402
@@ -56,7 +55,7 @@ class Layer:
         self.state.table.copy_(torch.arange(pages, device="cuda")[None])
         self.state.slots.copy_(self.state.positions)
         self.table = table
-        self.times: dict[str, float] = {}
+        self.times: dict[str, float | None] = {}
         self.by: dict[str, str] = {}
 
     def run(self, name: str, step: Step, *call: Any) -> Any:
@@ -79,8 +78,9 @@ class Layer:
 
     def plain(self, name: str, function: Callable[[], Any]) -> Any:
         """The result of one way, whose time is noted."""
-        self.times[name], self.by[name] = timed([function], 2, 7), "-"
-        print(f"  {name:14} {self.times[name]:9.1f} us", flush=True)
+        took = timed([function], 2, 7)
+        self.times[name], self.by[name] = took, "-"
+        print(f"  {name:14} {took:9.1f} us", flush=True)
         return function()
 
     def shared_front(self) -> tuple[Tensor, Tensor]:
@@ -209,28 +209,38 @@ def measure(tokens: int, without: Sequence[str]) -> dict[str, Any]:
         layer.absorbed(query, rotated)
     except Exception as failure:  # noqa: BLE001 - a library's own errors are of any type
         print(f"  absorbed form: {failure}")
-        layer.times |= dict.fromkeys(ABSORBED, math.nan)
+        layer.times |= dict.fromkeys(ABSORBED)
     layer.rest(heads)
-    sums = {
-        part: sum(layer.times[name] for name in names)
-        for part, names in {
-            "multi_head": MULTI_HEAD,
-            "absorbed": ABSORBED,
-            "dense": DENSE,
-            "moe": MOE,
-        }.items()
+    found = sums(tokens, layer.times)
+    words = (f"{name} {shown(value, ',.2f')}" for name, value in found.items())
+    print("  " + ", ".join(words), flush=True)
+    return {"times": layer.times, "by": layer.by} | found
+
+
+def sums(tokens: int, times: Mapping[str, float | None]) -> dict[str, float | None]:
+    """What steps of those times come to; of the absorbed form there may be none."""
+    form = total(times[name] for name in ABSORBED)
+    rest = {name: took for name, took in times.items() if took is not None and name not in ABSORBED}
+    multi_head, dense, moe = (
+        sum(rest[name] for name in names) for names in (MULTI_HEAD, DENSE, MOE)
+    )
+    every = sum(rest.values())
+    moe_layer, dense_layer = every - dense, every - moe
+    step = 58 * moe_layer + 3 * dense_layer
+    found: dict[str, float | None] = {
+        "multi_head": multi_head,
+        "absorbed": form,
+        "dense": dense,
+        "moe": moe,
+        "moe_layer": moe_layer,
+        "dense_layer": dense_layer,
+        "tokens_a_second": tokens / step * 1e6,
     }
-    total = sum(took for name, took in layer.times.items() if name not in ABSORBED)
-    sums["moe_layer"] = total - sums["dense"]
-    sums["dense_layer"] = total - sums["moe"]
-    step = 58 * sums["moe_layer"] + 3 * sums["dense_layer"]
-    sums["tokens_a_second"] = tokens / step * 1e6
     if tokens in DEEP_EP_NORMAL:
         exposed = step + 58 * sum(DEEP_EP_NORMAL[tokens])
-        sums["tokens_a_second_exposed"] = tokens / exposed * 1e6
-    sums["form_ratio"] = sums["absorbed"] / sums["multi_head"]
-    print("  " + ", ".join(f"{name} {value:,.2f}" for name, value in sums.items()), flush=True)
-    return {"times": layer.times, "by": layer.by} | sums
+        found["tokens_a_second_exposed"] = tokens / exposed * 1e6
+    found["form_ratio"] = None if form is None else form / multi_head
+    return found
 
 
 def compile_attention() -> None:
@@ -264,11 +274,11 @@ def main() -> int:
                 found["failed"] = failed
             torch.cuda.empty_cache()
             if args.json:
-                args.json.write_text(json.dumps(found, indent=1) + "\n")
+                args.json.write_text(as_json(found, 1) + "\n")
     found["clocks"] = clocks.summary()
     print("clocks:", found["clocks"])
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        args.json.write_text(as_json(found, 1) + "\n")
     return int(bool(failed))
 
 

@@ -11,7 +11,6 @@ copy within the device reaches in the same run. `eager` is the definition in pla
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -24,6 +23,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
 import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
+from figures import as_json  # noqa: E402
 from gpu_small_cases import CASES, Case  # noqa: E402
 from gpu_small_routing import CASES as ROUTING  # noqa: E402
 from gpu_small_routing import tunings  # noqa: E402
@@ -137,7 +137,7 @@ def main() -> None:
         )
         torch.cuda.empty_cache()
         if "OUT" in os.environ:
-            (Path(os.environ["OUT"]) / "gpu_small.json").write_text(json.dumps(rows, indent=1))
+            (Path(os.environ["OUT"]) / "gpu_small.json").write_text(as_json(rows, 1))
     if any(not row["error"] <= row["limit"] for row in rows):
         sys.exit(1)
 

@@ -11,7 +11,6 @@ rounds of its time divided by that of "none" in the same round. One thread, floa
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
 import command_line  # noqa: E402 - the path is set above
+from figures import as_json  # noqa: E402
 
 from pdmesh.kernels import linear as linear_module  # noqa: E402 - the path is set above
 from pdmesh.launch.topology import shipped_model  # noqa: E402
@@ -214,7 +214,7 @@ def main() -> int:
             cells.append(f"{statistics.median(ratios):.2f} ({spread})")
         print(f"| {case.name} | {cells[0]} | {cells[1]} |", flush=True)
     if options.json:
-        options.json.write_text(json.dumps(results, indent=2))
+        options.json.write_text(as_json(results, 2))
     return 0
 
 

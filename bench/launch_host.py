@@ -10,7 +10,6 @@ are not in it. Prints microseconds of each operation in JSON, medians, and of a 
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -23,6 +22,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
 import command_line  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
+from figures import as_json  # noqa: E402
 from torch import Tensor  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
@@ -126,8 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, (count, call) in calls(config, config.gate, options.rows).items():
         took = microseconds(call)
         layer += count * took
-        print(json.dumps({"operation": name, "a_layer": count, "us": round(took, 1)}), flush=True)
-    print(json.dumps({"operation": "all of a layer", "rows": options.rows, "us": round(layer, 1)}))
+        print(as_json({"operation": name, "a_layer": count, "us": round(took, 1)}), flush=True)
+    print(as_json({"operation": "all of a layer", "rows": options.rows, "us": round(layer, 1)}))
     return 0
 
 

@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests"), str(ROOT / ".pythonpat
 
 import command_line  # noqa: E402 - the path is set above
 import meshes  # noqa: E402 - the path is set above
+from figures import as_json  # noqa: E402
 
 from pdmesh.launch.topology import shipped_model  # noqa: E402
 from pdmesh.wire.admin import MoveOrder, MoveReport  # noqa: E402
@@ -43,7 +44,7 @@ def long_context(folder: Path, context: int) -> Path:
     shutil.copytree(shipped_model(), target)
     config = json.loads((target / "config.json").read_text())
     config["max_position_embeddings"] = context
-    (target / "config.json").write_text(json.dumps(config))
+    (target / "config.json").write_text(as_json(config))
     return target
 
 

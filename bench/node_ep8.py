@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / ".pythonpath"), str(ROOT / "bench")]
 
 import command_line  # noqa: E402 - the path is set above
+from figures import as_json, shown  # noqa: E402
 from node_plan import BATCHES, MODES, WIDTHS, grid, plan_node, product_shapes, usable  # noqa: E402
 from node_results import (  # noqa: E402
     bound_rows,
@@ -89,7 +90,7 @@ class Report:
                 print(f"  {row['op']:22} {row['us']:8.1f}{beside}", flush=True)
         elif kind == "exchange":
             self.found.setdefault("exchange", []).append(line["row"])
-            words = "  ".join(f"{name} {value}" for name, value in line["row"].items())
+            words = "  ".join(f"{name} {shown(value, '')}" for name, value in line["row"].items())
             print(f"exchange alone: {words}", flush=True)
         elif kind != "done":
             self.found["notes"].append(line.get("text", ""))
@@ -109,7 +110,7 @@ class Report:
     def save(self) -> None:
         """Both files."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "node_ep8.json").write_text(json.dumps(self.found, indent=1) + "\n")
+        (self.folder / "node_ep8.json").write_text(as_json(self.found, 1) + "\n")
         rows = self.rows()
         names = list(dict.fromkeys(name for row in rows for name in row))
         with (self.folder / "node_ep8.csv").open("w", newline="") as file:

@@ -5,11 +5,9 @@ Rank 0 writes one line of JSON for each thing that is known; the command makes t
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
-import traceback
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -17,6 +15,7 @@ import bounds
 import torch
 import torch.distributed as dist
 from ep_processes import Member
+from figures import as_json, rounded
 from gpu_timing import replay_times, timed
 from node_layer import Flow, Gather, Kit, Sum, drive, flows_of, schedule_of
 from node_plan import (
@@ -35,6 +34,7 @@ from node_plan import (
 from node_results import Times, bound_work, moe_time, result_row
 from node_weights import Ends, LayerWeights, Pages, even_choices, first_heads, random_layer
 from node_world import Asked, World, captured
+from rank_processes import ends_at_once
 from torch import Tensor
 
 from pdmesh.kernels.backends import Backends, Shapes, choose_backends
@@ -82,7 +82,7 @@ class Rank:
     def tell(self, kind: str, **what: Any) -> None:
         """A line for the command, from rank 0."""
         if self.asked.rank == 0:
-            print(json.dumps({"line": kind, **what}), file=self._out, flush=True)
+            print(as_json({"line": kind, **what}), file=self._out, flush=True)
 
     def _plan(self) -> NodePlan:
         asked = self.asked
@@ -209,7 +209,7 @@ class Rank:
             float(one.square().mean().sqrt().nan_to_num(float("inf"))),
             float(not bool(torch.isfinite(one).all())),
         )
-        found["finite"], found["hidden_rms"] = not wrong, round(largest, 2)
+        found["finite"], found["hidden_rms"] = not wrong, rounded(largest, 2)
         dense_us = took[0] / dense
         found["chain_us"] = round(took[moe], 1)
         return found | {"dense": dense_us, "moe": moe_time(took[moe], dense_us, moe, dense)}, hidden
@@ -254,7 +254,7 @@ class Rank:
             row: dict[str, Any] = {"tokens": count}
             for name, mine, theirs in zip(took, both, both[len(took) :], strict=False):
                 row |= {f"{name}_us": round(mine, 1), f"{name}_bytes": sent.total(name) // steps}
-                row[f"{name}_nccl_us"] = round(theirs, 1)
+                row[f"{name}_nccl_us"] = rounded(theirs, 1)
             self.tell("exchange", row=row)
             here.meet()
             here.end.close()
@@ -264,19 +264,10 @@ class Rank:
 
 def run(asked: Asked) -> None:
     """The process of a rank; ends it."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    status = 1
-    try:
-        with torch.no_grad():
-            rank = Rank(asked, out)
-            if rank.plan.moe:
-                rank.work()
-            else:
-                rank.tell("done")
-        status = 0
-    except BaseException:  # noqa: BLE001 - libraries' exit handlers would wait for other ranks
-        traceback.print_exc()
-    finally:
-        out.flush()
-        os._exit(status)
+    with ends_at_once(), os.fdopen(os.dup(1), "w") as out, torch.no_grad():
+        os.dup2(2, 1)
+        rank = Rank(asked, out)
+        if rank.plan.moe:
+            rank.work()
+        else:
+            rank.tell("done")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import cProfile
-import json
 import multiprocessing
 import pstats
 import statistics
@@ -35,6 +34,7 @@ import command_line  # noqa: E402 - the path is set above
 import node_dry  # noqa: E402 - the path is set above
 import numpy as np  # noqa: E402 - the path is set above
 import torch  # noqa: E402 - the path is set above
+from figures import as_json  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from pdmesh.kernels.backends import PLAIN, Backends, Choice  # noqa: E402
@@ -295,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     for layers in options.layers:
         found = measure(layers, options.chunk, options.chunks, options.prompts, options.profile)
-        print(json.dumps(found), flush=True)
+        print(as_json(found), flush=True)
     return 0
 
 

@@ -6,6 +6,7 @@ import logging
 import multiprocessing as mp
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,6 +62,26 @@ def found_by(work: Callable[..., None], ranks: int, *told: Any) -> list[Any]:
             process.join()
         for pipe in pipes:
             pipe.close()
+
+
+@contextmanager
+def ends_at_once() -> Iterator[None]:
+    """Around all that a rank does: its process ends with the block, without what libraries do at
+    an end, which waits for other ranks. An error is said as at any end; the status is then 1, or
+    what `command_line` has for what this machine lacks."""
+    code = 1
+    try:
+        try:
+            yield
+            code = 0
+        except BaseException as error:  # noqa: BLE001 - whatever it is, others wait for this rank
+            sys.excepthook(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except SystemExit as end:  # of the hook
+        code = end.code if isinstance(end.code, int) else 1
+    finally:
+        os._exit(code)
 
 
 @contextmanager

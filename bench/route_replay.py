@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
 import command_line  # noqa: E402 - the path is set above
+from figures import as_json  # noqa: E402
 
 from pdmesh.registry.index import PrefixIndex  # noqa: E402 - the path is set above
 from pdmesh.router.policies import POLICY_NAMES, Costs, Policy, make_policy  # noqa: E402
@@ -370,7 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     results.append(with_reference(result, rows if not options.first else {}))
                     print("\r\033[K" * bool(progress) + line(results[-1]), flush=True)
     if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+        options.json.write_text(as_json([asdict(result) for result in results], 1))
     wrong = list(shortfalls(results, options.ties == "first")) if options.check else []
     for text in wrong:
         print(text)

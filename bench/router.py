@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
@@ -47,6 +46,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 import command_line  # noqa: E402 - the path is set above
 import router_beside  # noqa: E402 - the path is set above
 import router_mesh as mesh  # noqa: E402
+from figures import as_json  # noqa: E402
 from router_load import Load  # noqa: E402
 from router_match import (  # noqa: E402
     PROMPT_PAGES,
@@ -339,7 +339,7 @@ def main() -> None:
         if not arguments.json:
             print(f"{part}:")
         for row in rows(part, arguments):
-            print(json.dumps(asdict(row)) if arguments.json else f"  {row}", flush=True)
+            print(as_json(asdict(row)) if arguments.json else f"  {row}", flush=True)
 
 
 if __name__ == "__main__":

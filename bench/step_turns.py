@@ -14,7 +14,6 @@ all steps' time that it is.
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import statistics
 import sys
@@ -31,6 +30,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 import command_line  # noqa: E402 - the path is set above
 import grpc  # noqa: E402 - the path is set above
 import torch  # noqa: E402
+from figures import as_json  # noqa: E402
 
 from pdmesh.decode.facts import DecodeStepFacts  # noqa: E402 - the path is set above
 from pdmesh.decode.framing import Framer  # noqa: E402
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of every interval")
     options = parser.parse_args(arguments)
     for found in asyncio.run(measure(options)):
-        print(json.dumps(found), flush=True)
+        print(as_json(found), flush=True)
     return 0
 
 

@@ -35,6 +35,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / ".pythonpath")]
 
 import command_line  # noqa: E402
 import torch  # noqa: E402
+from figures import as_json  # noqa: E402
 
 from pdmesh.kvcache.store import LatentStore, copy_bytes  # noqa: E402
 from pdmesh.kvtransfer.checks import checksum  # noqa: E402
@@ -131,7 +132,7 @@ def raw_serve(server: socket.socket, store: LatentStore) -> None:
 
 
 def say(what: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.write(as_json(what) + "\n")
     sys.stdout.flush()
 
 
@@ -280,7 +281,7 @@ class Bench:
 
     def _ask(self, **words: Any) -> dict[str, Any]:
         assert self.child.stdin is not None
-        self.child.stdin.write(json.dumps(words) + "\n")
+        self.child.stdin.write(as_json(words) + "\n")
         self.child.stdin.flush()
         return self._heard()
 

@@ -166,6 +166,43 @@ async def test_a_rank_that_is_lost_in_the_middle_of_a_step_ends_the_wait_for_its
             await asking
 
 
+@pytest.mark.parametrize("leaves", [0, 1])
+async def test_waits_of_a_device_end_when_a_rank_is_gone_and_when_this_one_leaves(models, leaves):
+    model, _ = models
+    with group(model, 2) as members:
+        exchange = members[0]._rank.exchange
+        exchange.check()
+        members[leaves].close()
+        async with asyncio.timeout(20):
+            while not exchange._lost[leaves]:
+                await asyncio.sleep(0.01)
+        with pytest.raises(RankLost, match=f"rank {leaves} is lost"):
+            exchange.check()
+
+
+async def test_a_rank_that_leaves_in_the_middle_of_a_step_has_not_lost_another(models):
+    model, _ = models
+    with group(model, 2) as members:
+        step, loop, meeting = asyncio.Event(), asyncio.get_running_loop(), members[1]._meeting
+
+        def waits(*_):
+            loop.call_soon_threadsafe(step.set)
+            with meeting.changed:
+                meeting.changed.wait_for(lambda: meeting.closed)
+            raise RankLost(1, "what it had to send")  # as `check` says when waits have ended
+
+        members[1]._rank.forward = waits
+        asking = asyncio.ensure_future(asyncio.to_thread(talking, members[0], (9,), 1, 1))
+        await asyncio.wait_for(step.wait(), 20)
+        members[1].close()
+        await members[1].ended()
+        with pytest.raises(RankLost, match="rank 1 is lost"):
+            await asyncio.wait_for(members[0].ended(), 20)
+        members[0].close()
+        with pytest.raises(Unavailable):
+            await asking
+
+
 def test_a_rank_of_an_earlier_group_is_waited_out_and_the_group_forms_anew(models):
     """Rank 1 is started again while rank 0 has not noticed that it was gone."""
     model, whole = models

@@ -77,6 +77,26 @@ def test_a_rank_that_sends_nothing_is_named_and_the_others_go_on_without_it():
             group.ends[rank].check()
 
 
+def test_a_rank_that_is_late_beside_one_that_is_lost_is_not_named():
+    group = Group(Placement.even(1, EXPERTS, 3), sized(Placement.even(1, EXPERTS, 3)), host=True)
+    rows, ids, _ = inputs(group.size, (5, 5, 5), "balanced", EXPERTS, 1)
+    handle = group.ends[0].dispatch_send(channel(1), 0, rows[0], ids[0])
+    group.ends[0].lanes[0].gone = lambda rank: rank == 2
+    group.ends[0].dispatch_recv(handle)
+    with pytest.raises(RankLost, match="rank 2 is lost"):
+        group.ends[0].check()
+
+
+def test_a_wait_ends_at_once_when_the_host_knows_of_a_loss_and_names_nobody_else():
+    group = Group(Placement.even(1, EXPERTS, 3), sized(Placement.even(1, EXPERTS, 3)), host=True)
+    rows, ids, _ = inputs(group.size, (5, 5, 5), "balanced", EXPERTS, 1)
+    handle = group.ends[0].dispatch_send(channel(1), 0, rows[0], ids[0])
+    group.ends[0].lose(2)
+    group.ends[0].dispatch_recv(handle)
+    with pytest.raises(RankLost, match="rank 2 is lost"):
+        group.ends[0].check()
+
+
 def test_more_rows_than_an_expert_has_room_for_are_an_error_and_not_a_loss():
     placement = Placement.even(1, EXPERTS, 2)
     group = Group(placement, sized(placement, max_rows=9), host=True)

@@ -2,12 +2,19 @@
 
 A word is polled with volatile loads and then read once more with acquire at the scope of the
 system; what its writer had stored before its release is then seen by the kernels that follow.
+
+Once a rank is noted as lost, by a wait that ran out or by the host, a wait that lacks something
+ends as well: its step is void anyhow, and many waits are queued. That word is in the host's memory,
+so it is looked at now and then only, and not at all by a wait that finds everything there.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+LOOK: tl.constexpr = tl.constexpr(256)
+"""Polls between two looks at who is lost; some tenths of a millisecond."""
 
 
 @triton.jit
@@ -22,10 +29,23 @@ def _clock(CLOCK: tl.constexpr):
 
 
 @triton.jit
+def _named(lost, rank, inside):
+    """How many ranks are noted as lost."""
+    return tl.sum(tl.load(lost + rank, mask=inside, other=0, volatile=True), 0)
+
+
+@triton.jit
+def _name(lost, rank, inside, late):
+    """Notes who is late, unless somebody is noted: others may be late because of that one."""
+    first = _named(lost, rank, inside) == 0
+    tl.store(lost + rank, tl.full(late.shape, 1, tl.int32), mask=late & first)
+
+
+@triton.jit
 def wait_rows_kernel(
     tags, arrived, there, seen, units, members, lost, sent_back, ends, bases, counts, used, step,
-    room, bound, RANKS: tl.constexpr, SLOTS: tl.constexpr, RANKS_P2: tl.constexpr,
-    SLOTS_P2: tl.constexpr, ALIGN: tl.constexpr, CLOCK: tl.constexpr,
+    tags_at, puts, sink, room, bound, RANKS: tl.constexpr, SLOTS: tl.constexpr,
+    RANKS_P2: tl.constexpr, SLOTS_P2: tl.constexpr, ALIGN: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     """Waits until the rows of a dispatch are here, and lays them out.
 
@@ -37,6 +57,9 @@ def wait_rows_kernel(
     multiples, all have `room` together, and used [1] int32 is what they need. Of lost [RANKS + 1]
     int32 a rank's becomes 1 if it did not send, and the last the rows that there would have to be
     room for if there is not. bound: nanoseconds, or polls without a clock.
+
+    A wait that ends without all rows makes this rank tell nobody anything any more: tags_at
+    [2, RANKS] int64, where tags go, become `sink`, and puts [RANKS] int32 zero.
     """
     number = tl.load(step)
     parity = number % 2
@@ -48,6 +71,7 @@ def wait_rows_kernel(
     unit = tl.load(units + rank, mask=inside, other=0)
     began = _clock(CLOCK)
     polls = tl.full([], 0, tl.int64)
+    turns = tl.full([], 0, tl.int32)
     missing = tl.full([], 1, tl.int32)
     while (missing > 0) & (polls < bound):
         tag = tl.load(tags + own, mask=member, other=0, volatile=True)
@@ -58,6 +82,9 @@ def wait_rows_kernel(
             polls = _clock(CLOCK) - began
         else:
             polls += 1
+        turns += 1
+        if turns % LOOK == 0:
+            polls = tl.where(_named(lost, rank, inside) > 0, polls + bound, polls)
     tag = tl.atomic_add(tags + own, tl.zeros_like(before), mask=member, sem="acquire", scope="sys")
     come = tl.atomic_add(
         arrived + own, tl.zeros_like(before), mask=member, sem="acquire", scope="sys"
@@ -66,7 +93,6 @@ def wait_rows_kernel(
     ready = member & (tag >> 32 == number) & (come >= before + (tag & 0xFFFFFFFF) * unit)
     rows = tl.where(ready, tag & 0xFFFFFFFF, 0)
     tl.store(seen + own, before + rows * unit, mask=ready)
-    tl.store(lost + rank, tl.full([RANKS_P2], 1, tl.int32), mask=member & (ready == 0))
     few = rows.to(tl.int32)
     tl.store(ends + rank, tl.cumsum(few, 0), mask=inside)
     slot = tl.arange(0, SLOTS_P2)
@@ -91,6 +117,13 @@ def wait_rows_kernel(
     if need > room:
         tl.store(lost + RANKS, need)
     tl.store(counts + slot, count, mask=slot < SLOTS)
+    late = member & (ready == 0)
+    if tl.sum(late.to(tl.int32), 0) > 0:
+        _name(lost, rank, inside, late)
+        nowhere = tl.zeros_like(before) + sink
+        tl.store(tags_at + rank, nowhere, mask=inside)
+        tl.store(tags_at + RANKS + rank, nowhere, mask=inside)
+        tl.store(puts + rank, tl.zeros([RANKS_P2], tl.int32), mask=inside)
 
 
 @triton.jit
@@ -112,6 +145,7 @@ def wait_outputs_kernel(
     awaited = member & (pairs > 0)
     began = _clock(CLOCK)
     polls = tl.full([], 0, tl.int64)
+    turns = tl.full([], 0, tl.int32)
     missing = tl.full([], 1, tl.int32)
     while (missing > 0) & (polls < bound):
         come = tl.load(returned + rank, mask=awaited, other=0, volatile=True)
@@ -120,9 +154,13 @@ def wait_outputs_kernel(
             polls = _clock(CLOCK) - began
         else:
             polls += 1
+        turns += 1
+        if turns % LOOK == 0:
+            polls = tl.where(_named(lost, rank, inside) > 0, polls + bound, polls)
     come = tl.atomic_add(
         returned + rank, tl.zeros_like(want), mask=awaited, sem="acquire", scope="sys"
     )
     late = awaited & (come < want)
-    tl.store(lost + rank, tl.full([RANKS_P2], 1, tl.int32), mask=late)
     tl.store(seen + rank, want, mask=awaited & (late == 0))
+    if tl.sum(late.to(tl.int32), 0) > 0:
+        _name(lost, rank, inside, late)

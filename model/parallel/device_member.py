@@ -203,11 +203,14 @@ class DeviceMember(StandIn[DeviceModel]):
     # ---- threads --------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Ends the group once a rank is gone, whatever the steps' thread waits for."""
+        """Ends the group once a rank is gone, whatever the steps' thread waits for: and what the
+        device waits for, also where it is this rank that leaves."""
         changed = self._meeting.changed
         with changed:
             changed.wait_for(lambda: self._meeting.closed or self._lost() is not None)
             lost = None if self._meeting.closed else self._lost()
+        if self._rank is not None:
+            self._rank.exchange.lose(self.place.rank if lost is None else lost.rank)
         if lost is None:
             return
         if not self._ready and self._model.device.type == "cuda":
@@ -242,7 +245,8 @@ class DeviceMember(StandIn[DeviceModel]):
         except BaseException as error:  # noqa: BLE001 - it ends the worker
             if not isinstance(error, PdmeshError):
                 log.exception("the steps of this rank have ended")
-            self._end(error)
+            left = self._meeting.closed and isinstance(error, RankLost)
+            self._end(None if left else error)
 
     def _step(self, agreed: Agreed) -> None:
         assert self._rank is not None

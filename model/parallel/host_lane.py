@@ -223,13 +223,19 @@ class HostLane:
         return [rank for rank, there in enumerate(self._shared.members.tolist()) if there]
 
     def _wait(self, ready: Callable[[int], bool], ranks: list[int]) -> None:
-        """Until all are ready, or the bound is over: then the others are noted as lost."""
+        """Until all are ready, one is lost, or the bound is over: then those are lost that lack.
+
+        Once one is lost, others may lack what they need of it, and are not.
+        """
         lost = self._shared.lost
         deadline = time.monotonic() + self._shared.bound / 1e9
         while missing := [rank for rank in ranks if not ready(rank)]:
-            late = bool(lost.any()) or time.monotonic() > deadline
-            if late or any(self.gone(rank) for rank in missing):
-                lost[missing] = 1
+            late = missing if time.monotonic() > deadline else []
+            gone = [rank for rank in missing if self.gone(rank)] or late
+            if bool(lost.any()):
+                return
+            if gone:
+                lost[gone] = 1
                 return
             time.sleep(_PAUSE_S)
 

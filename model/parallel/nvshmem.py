@@ -48,7 +48,15 @@ a rank the stream does. Two microbatches in flight have a lane each.
 
 **A lost rank.** Waits have a bound. One that runs out sets a flag in memory that the host reads
 without synchronising, and treats the rank as one that sent nothing; results of that step are void.
-`check` raises `RankLost`. Then survivors agree on members, `reset` and go on.
+`check` raises `RankLost`. Then survivors agree on members, `reset` and go on. The host may set that
+flag itself (`lose`). Once it is set, whoever set it, waits of this rank that lack something end at
+once, whoever has not sent, and name nobody else.
+
+A wait for rows that ends so breaks the order above: what follows may overwrite what others still
+read. So from then on this rank tells nobody anything, its tags go nowhere. Let R(i) on s end early.
+s has told all members of i, and tells nobody of i+1; what it overwrites, from D(i+1) on, are halves
+of i-1 and later. A step that has an exchange i+1 cannot end well on any member, which would need
+the tag; one that has none is over on s, which overwrites nothing.
 """
 
 from __future__ import annotations
@@ -272,6 +280,12 @@ class NvshmemExperts:
         for rank, flag in enumerate(lost):
             if flag:
                 raise RankLost(rank, "what it had to send to the experts or back from them")
+
+    def lose(self, rank: int) -> None:
+        """Notes that a rank is lost: waits under way and to come end at once, for good or till
+        `reset`, and `check` says so. On any thread; it does not wait for the device."""
+        with torch.inference_mode():  # a worker makes its tensors in it
+            self._lost[rank] = 1
 
     def close(self) -> None:
         """Gives the symmetric memory back. Collective; no exchange may be under way."""

@@ -244,10 +244,10 @@ class Lane:
             self._view(self._tags).view(torch.int64), self._view(self._arrivals).view(torch.int64),
             self._view(self._there).view(torch.int32), self._seen, self._units,
             self._shared.members, self._shared.lost, self._sent_back, self._ends, self._starts,
-            self.arrived.counts, self._used, self.step, size.room, self._shared.bound,
-            RANKS=size.ranks, SLOTS=size.slots, RANKS_P2=power(size.ranks),
-            SLOTS_P2=power(size.slots), ALIGN=size.align,
-            CLOCK=self._heap.device.type == "cuda", num_warps=4,
+            self.arrived.counts, self._used, self.step, self._tags_at, self._puts,
+            self._own(self._sink), size.room, self._shared.bound, RANKS=size.ranks,
+            SLOTS=size.slots, RANKS_P2=power(size.ranks), SLOTS_P2=power(size.slots),
+            ALIGN=size.align, CLOCK=self._heap.device.type == "cuda", num_warps=4,
         )  # fmt: skip
 
     def spread_rows(self, whole: bool | None = None) -> None:
