@@ -41,6 +41,26 @@ struct Room {
   static_assert(ROWS * PITCH * 4 <= X_AT, "sums on their way lie where weights lay");
 };
 
+// Panels from a column on into stages. All are free at first, and then nothing is computed.
+template <int STAGES, int BYTES>
+__device__ __forceinline__ void bring(uint32_t to, const CUtensorMap* map, int column, int row,
+                                      int count, uint32_t full, uint32_t empty) {
+#pragma unroll
+  for (int s = 0; s < STAGES; ++s) {
+    if (s == count) return;
+    expect(full + s * 8, BYTES);
+    load(to + s * BYTES, map, column + s * PANEL, row, full + s * 8);
+  }
+  uint32_t stage = 0, passed = 0;
+#pragma unroll 1
+  for (int i = STAGES; i < count; ++i) {
+    wait(empty + stage * 8, passed);
+    expect(full + stage * 8, BYTES);
+    load(to + stage * BYTES, map, column + i * PANEL, row, full + stage * 8);
+    if (++stage == STAGES) stage = 0, passed ^= 1;
+  }
+}
+
 template <int ROWS>
 __global__ void __launch_bounds__(PROJECTORS, 2)  // few registers: gate_choose runs beside it
     gate_project(const __grid_constant__ CUtensorMap x_map,
@@ -84,25 +104,12 @@ __global__ void __launch_bounds__(PROJECTORS, 2)  // few registers: gate_choose 
 
   if (warp >= 8) {
     if (elected()) {
-      uint32_t stage = 0, passed = 1;  // a stage is free at first
       if (warp == 8) {
-#pragma unroll 1
-        for (int i = 0; i < count; ++i) {
-          wait(w_empty + stage * 8, passed);
-          expect(w_full + stage * 8, W_BYTES);
-          load(base + stage * W_BYTES, &w_map, (first + i) * PANEL, expert0, w_full + stage * 8);
-          if (++stage == W_STAGES) stage = 0, passed ^= 1;
-        }
+        bring<W_STAGES, W_BYTES>(base, &w_map, first * PANEL, expert0, count, w_full, w_empty);
       } else {
         wait_for_ahead();  // x is its output; the weight is not
-#pragma unroll 1
-        for (int i = 0; i < count; ++i) {
-          wait(x_empty + stage * 8, passed);
-          expect(x_full + stage * 8, X_BYTES);
-          load(base + R::X_AT + stage * X_BYTES, &x_map, (first + i) * PANEL, row0,
-               x_full + stage * 8);
-          if (++stage == X_STAGES) stage = 0, passed ^= 1;
-        }
+        bring<X_STAGES, X_BYTES>(base + R::X_AT, &x_map, first * PANEL, row0, count, x_full,
+                                 x_empty);
       }
     }
     __syncwarp();
@@ -385,7 +392,8 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, 1)
         reinterpret_cast<const float4*>(logits + static_cast<int64_t>(row) * EXPERTS) + lane * 2;
     const float4 low = __ldcg(from), high = __ldcg(from + 1);
     const int used = num_rows ? __ldcg(num_rows) : m;
-    float scores[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    // Nothing of a padding row is kept; asked here, the load is not put off until the choice is made.
+    float scores[8] = {row < used ? low.x : 0, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
     for (int i = 0; i < 8; ++i) scores[i] = score_of(scores[i]);
     expert = choose(scores, correction, lane);
