@@ -228,6 +228,13 @@ def _all_steps() -> dict[str, Step]:
                 Candidate("torch bf16", gate_bf16),
                 *own("triton.gate", "gate_topk", "gate f32", _gate_by("gate")),
                 *own("triton.gate", "gate_topk", "gate bf16", _gate_by("gate_bf16")),
+                *own("cuda_gate", "gate_topk", "gate bf16, clusters", _gate_by("gate_bf16")),
+                *own(
+                    "cuda_gate",
+                    "gate_topk",
+                    "gate bf16, clusters, dependent",
+                    _gate_by("gate_bf16", dependent=True),
+                ),
             ],
             1e-2,
             look=_sorted_weights,

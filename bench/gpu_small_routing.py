@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from gpu_small_cases import DEVICE, HIDDEN, Case, distance, normal, poisoned
 from torch import Tensor
 
-from pdmesh.kernels import routing
+from pdmesh.kernels import cuda_gate, routing
 from pdmesh.kernels import sampling as sampling_definition
 from pdmesh.kernels.gate import GateRule
 from pdmesh.kernels.triton import gate, permute, place, project, quantise, sampling
@@ -29,6 +30,30 @@ def gate_error(got: routing.Routing, summed: Tensor, data: Any) -> float:
     agree = float((chosen == got.ids).all(dim=1).float().mean())
     errors = (distance(summed, logits), distance(got.weights, want))
     return max(errors) if same and agree > 0.999 else float("inf")
+
+
+def cluster_gate_case(m: int) -> Case:
+    """The gate in CUDA C++, `dependent` or not."""
+    plain = gate_case(m, False)
+
+    def make(seed: int) -> tuple[Any, ...]:
+        return (*plain.make(seed)[:4], cuda_gate.workspace(m, DEVICE))
+
+    def run(data: Any, **more: Any) -> Any:
+        return cuda_gate.gate_topk(*data[:3], V3, out=data[3], work=data[4], **more)
+
+    def error(data: Any) -> float:
+        found = []
+        for dependent in (False, True, True):
+            for tensor in (data[4], data[3].weights):
+                tensor.fill_(torch.nan)
+            for tensor in data[3][2:]:
+                tensor.fill_(-7)
+            got = run(data, dependent=dependent)
+            found.append(gate_error(got, data[4], data))
+        return max(found)
+
+    return replace(plain, name=f"gate_cuda bf16 {m}", make=make, run=run, error=error)
 
 
 def gate_case(m: int, wide: bool) -> Case:
@@ -190,6 +215,7 @@ def sample_case(m: int, kind: str, vocab: int = 129280) -> Case:
 
 CASES = (
     *(gate_case(m, wide) for m in (1, 16, 64, 128, 256, 512, 4096) for wide in (False, True)),
+    *(cluster_gate_case(m) for m in (1, 16, 64, 128, 256, 512)),
     *(stage_case(256, stage) for stage in ("project", "choose", "place")),
     *(permute_case(m, contiguous) for m in (128, 256) for contiguous in (False, True)),
     permute_case(4096, True),
@@ -210,6 +236,10 @@ def tunings(case: Case) -> list[dict[str, Any]]:
     name = case.name.split()[0]
     if name == "gate":
         return [{}, {"chained": False}, *({"tile": project.Tile(*tile)} for tile in TILES)]
+    if name == "gate_cuda":
+        rows = int(case.name.split()[2])
+        forms = [form for form in cuda_gate.FORMS if not cuda_gate.unsupported(V3, rows, form)]
+        return [{}, *({"dependent": True, "form": form} for form in forms)]
     if name == "gate_project":
         return [{}]
     if name == "gate_choose":

@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -66,16 +66,30 @@ __device__ __forceinline__ void multiply(float (&d)[{count}], unsigned long long
 """
 
 
-def on_hopper(columns: int, kind: str) -> str:
-    """The instructions of sm_90a: device.cuh and `multiply` (see `instruction`)."""
-    return (SOURCES / "device.cuh").read_text() + instruction(columns, kind)
+def on_hopper(columns: Sequence[int], kind: str, more: str | None = None) -> str:
+    """The instructions of sm_90a: device.cuh, the header `more`, `multiply` (see `instruction`)."""
+    headers = "".join((SOURCES / name).read_text() for name in ("device.cuh", more) if name)
+    return headers + "".join(instruction(count, kind) for count in columns)
 
 
-def unit(name: str, columns: int, kind: str, constants: Mapping[str, int]) -> str:
-    """A whole translation unit: constants, instructions, common parts, and the source `name`.cu."""
+def unit(
+    name: str,
+    columns: int | Sequence[int],
+    kind: str,
+    constants: Mapping[str, int],
+    more: str | None = None,
+) -> str:
+    """A whole translation unit: constants, instructions, common parts, and the source `name`.cu.
+
+    Args:
+        columns: of one product, or of several that differ in them.
+        kind: see `instruction`.
+        more: a header of instructions beside device.cuh.
+    """
+    widths = (columns,) if isinstance(columns, int) else columns
     defines = "".join(f"#define {key} {value}\n" for key, value in constants.items())
     common, own = (SOURCES / n for n in ("common.cuh", f"{name}.cu"))
-    return "\n".join([defines, on_hopper(columns, kind), common.read_text(), own.read_text()])
+    return "\n".join([defines, on_hopper(widths, kind, more), common.read_text(), own.read_text()])
 
 
 def build(text: str, folder: Path, compiler: str) -> Path:

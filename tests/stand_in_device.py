@@ -178,6 +178,7 @@ def definitions(triton=True):
     from pdmesh.kernels import (
         cublaslt_backend,
         cuda_absorbed,
+        cuda_gate,
         cuda_gemm,
         deep_gemm_backend,
         flash_mla_backend,
@@ -192,6 +193,7 @@ def definitions(triton=True):
     places = [
         (cublaslt_backend, quantised),
         (cuda_absorbed, quantised),
+        (cuda_gate, routing),
         (cuda_gemm, quantised),
         (deep_gemm_backend, quantised),
         (hopper_mla, mla_reference),

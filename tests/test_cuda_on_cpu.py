@@ -5,7 +5,15 @@ import pytest
 import torch
 from cuda_on_cpu import late
 
-from pdmesh.kernels import cuda_absorbed, cuda_gemm, hopper_mla, mla_reference
+from pdmesh.kernels import (
+    cuda_absorbed,
+    cuda_gate,
+    cuda_gemm,
+    hopper_mla,
+    mla_reference,
+    routing,
+)
+from pdmesh.kernels.gate import GateRule, choose_experts
 from pdmesh.kernels.gemm_config import ClusterTile
 from pdmesh.kernels.quantised import (
     BlockWeight,
@@ -99,6 +107,88 @@ def test_absorbed_products_are_those_of_float64(on_cpu, monkeypatch, m, heads, b
     assert error(query[..., 512:], exact[..., 512:]) < 3e-3
     values = cuda_absorbed.project_values_quantise(latent, down)
     assert error(dequantise_rows(values), seen.flatten(1)) < 4e-2
+
+
+V3 = GateRule("noaux_tc", 256, 8, 8, 4, True, 2.5)
+WIDER = cuda_gate.FORMS[1]
+EIGHT = cuda_gate.FORMS[2]
+
+
+def gate_inputs(m: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(m)
+    x = torch.randn(m, hidden, generator=draw).bfloat16()
+    w = (torch.randn(256, hidden, generator=draw) / hidden**0.5).bfloat16()
+    return x, w, torch.randn(256, generator=draw) / 10
+
+
+def is_the_choice_of(got: routing.Routing, logits: torch.Tensor, bias: torch.Tensor, used: int):
+    """Checks all that a gate gives against the definition, for these logits."""
+    ids, weights = choose_experts(logits, bias, V3)
+    ids[used:], weights[used:] = -1, 0
+    assert torch.equal(got.ids, ids.int())
+    torch.testing.assert_close(got.weights, weights, rtol=1e-5, atol=1e-6, equal_nan=True)
+    for mine, theirs in zip(got[2:], routing.place_choices(ids, 256), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("best", [0.25, torch.inf])
+def test_the_gate_chooses_among_experts_that_are_infinitely_bad(on_cpu, best):
+    """With `best` infinite, groups with one expert that is no worse than any other stay."""
+    x, w, _ = gate_inputs(3, 64)
+    bias = torch.full((256,), -torch.inf)
+    bias[[130, 170, 200, 250]] = best
+    work = cuda_gate.workspace(3, "cpu")
+    got = cuda_gate.gate_topk(x, w, bias, V3, work=work)
+    is_the_choice_of(got, work, bias, 3)
+
+
+GATES = [
+    *((1, 72, None), (15, 1544, 9), (30, 64, 30), (64, 2120, 0), (70, 1544, 67)),
+    *((129, 200, None), (256, 64, 250), (300, 64, None)),
+]
+"""Rows, hidden sizes of a few steps and of more than the stages hold, rows that count."""
+
+
+@pytest.mark.parametrize(
+    ("m", "hidden", "used", "form"),
+    [
+        *((*case, cuda_gate.FORMS[0]) for case in GATES),
+        *((15, 9224, 9, WIDER), (70, 1544, 67, WIDER), (129, 64, None, EIGHT)),
+        pytest.param(66, 9224, 66, cuda_gate.FORMS[0], marks=pytest.mark.full),
+    ],
+)
+def test_the_gate_chooses_and_counts_as_its_definition(on_cpu, m, hidden, used, form):
+    x, w, bias = gate_inputs(m, hidden)
+    x[0], bias[3] = 0, bias[7]
+    if m > 10:
+        w[40:60] = w[40]
+        x[1, 5] = torch.nan
+        x[2] = torch.inf
+    exact, work = x.double() @ w.double().t(), cuda_gate.workspace(m, "cpu").fill_(torch.nan)
+    num_rows = None if used is None else torch.tensor(used, dtype=torch.int32)
+    cuda_gate._launcher(form)
+    late(on_cpu[0], x)
+    got = cuda_gate.gate_topk(x, w, bias, V3, num_rows, work=work, form=form)
+    torch.testing.assert_close(work.double(), exact, rtol=1e-5, atol=1e-5, equal_nan=True)
+    is_the_choice_of(got, work, bias, m if used is None else used)
+
+
+def test_all_rows_may_choose_the_same_experts(on_cpu):
+    _, w, bias = gate_inputs(512, 64)
+    x = torch.ones(512, 64).bfloat16()
+    work = cuda_gate.workspace(512, "cpu")
+    got = cuda_gate.gate_topk(x, w, bias, V3, work=work)
+    assert int(got.counts.max()) == 512
+    is_the_choice_of(got, work, bias, 512)
+
+
+def test_a_rows_logits_in_clusters_do_not_depend_on_the_number_of_rows(on_cpu):
+    x, w, bias = gate_inputs(70, 1544)
+    logits = {m: cuda_gate.workspace(m, "cpu") for m in (1, 9, 17, 40, 70)}
+    for m, some in logits.items():
+        cuda_gate.gate_topk(x[:m], w, bias, V3, work=some)
+    for m, some in logits.items():
+        assert torch.equal(some, logits[70][:m]), m
 
 
 def test_attention_over_fp8_latents_is_that_of_float64(on_cpu, monkeypatch):

@@ -9,6 +9,7 @@ from pdmesh.kernels import (
     cublaslt_backend,
     cuda_absorbed,
     cuda_build,
+    cuda_gate,
     cuda_gemm,
     deep_gemm_backend,
     dense,
@@ -225,6 +226,7 @@ def test_the_cuda_kernels_compile_without_spilled_registers(tmp_path):
     tiles = {ClusterTile(136, 4, 2), ClusterTile(128, 1, 1), *chosen}
     names = ("absorb_query", "project_values")
     sources = [*map(cuda_gemm.source, tiles), *map(cuda_absorbed.source, names)]
+    sources += map(cuda_gate.source, cuda_gate.FORMS)
     for text in sources:
         unit = tmp_path / "unit.cu"
         unit.write_text(text)

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from pdmesh.kernels import latent_rows, quantised, routing  # noqa: E402
+from pdmesh.kernels import cuda_gate, latent_rows, quantised, routing  # noqa: E402
 from pdmesh.kernels import rope_append as rope_definition  # noqa: E402
 from pdmesh.kernels import sampling as sampling_definition  # noqa: E402
 from pdmesh.kernels.gate import GateRule, choose_experts  # noqa: E402
@@ -227,6 +227,85 @@ def test_the_gate_chooses_and_counts(m, wide, rule):
     places = routing.place_choices(got.ids, rule.num_experts)
     for mine, theirs in zip(got[2:], places, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("form", cuda_gate.FORMS, ids=str)
+@pytest.mark.parametrize("m", [0, 1, 15, 33, 64, 129, 256, 512])
+def test_the_gate_in_clusters_chooses_and_counts_and_does_so_again(m, form):
+    if reason := cuda_gate.unavailable() or cuda_gate.unsupported(V3, m, form):
+        pytest.skip(reason)
+    x, weight, bias = gate_inputs(V3, m, False)
+    used = torch.tensor(m // 2, dtype=torch.int32, device="cuda")
+    for num_rows, count in ((None, m), (used, m // 2)):
+        work = cuda_gate.workspace(m, "cuda").fill_(torch.nan)
+        got = cuda_gate.gate_topk(x, weight, bias, V3, num_rows, work=work, form=form)
+        exact = x.double() @ weight.double().t()
+        assert float((work - exact).norm()) <= 1e-5 * float(exact.norm())
+        ids, weights = choose_experts(work, bias, V3)
+        ids[count:], weights[count:] = -1, 0
+        same = (ids == got.ids).all(dim=1)
+        assert int((~same).sum()) <= m // 100
+        torch.testing.assert_close(got.weights[same], weights[same], rtol=1e-4, atol=1e-6)
+        for mine, theirs in zip(got[2:], routing.place_choices(got.ids, 256), strict=True):
+            assert torch.equal(mine, theirs)
+        for _ in range(20):
+            more = {"form": form, "dependent": True}
+            again = cuda_gate.gate_topk(x, weight, bias, V3, num_rows, **more)
+            assert all(map(torch.equal, again, got))
+
+
+@pytest.mark.parametrize("form", cuda_gate.FORMS[:2], ids=str)
+def test_a_rows_logits_in_clusters_do_not_depend_on_the_number_of_rows(form):
+    if reason := cuda_gate.unavailable():
+        pytest.skip(reason)
+    x, weight, bias = gate_inputs(V3, 512, False)
+    logits = {}
+    for m in (1, 8, 9, 16, 17, 40, 64, 65, 256, 512):
+        logits[m] = cuda_gate.workspace(m, "cuda")
+        cuda_gate.gate_topk(x[:m], weight, bias, V3, work=logits[m], form=form)
+    for m, some in logits.items():
+        assert torch.equal(some, logits[512][:m]), m
+
+
+def test_the_gate_in_clusters_takes_nan_and_infinite_rows_and_equal_experts():
+    if reason := cuda_gate.unavailable():
+        pytest.skip(reason)
+    x, weight, bias = gate_inputs(V3, 64, False)
+    weight[40:60], bias[40:60] = weight[40].clone(), bias[40].clone()
+    want = cuda_gate.gate_topk(x, weight, bias, V3)
+    x[::4], x[1::4] = torch.nan, torch.inf
+    got = cuda_gate.gate_topk(x, weight, bias, V3)
+    assert bool(((got.ids >= 0) & (got.ids < 256)).all())
+    assert torch.equal(got.ids[::4], torch.arange(8, device="cuda").int().expand(16, 8))
+    assert torch.equal(got.ids[2::4], want.ids[2::4])
+    assert torch.equal(got.weights[3::4], want.weights[3::4])
+    equal = (want.ids >= 40) & (want.ids < 60)
+    inside = torch.where(equal, want.ids, 10**6).sort(dim=1).values
+    first = torch.where(equal, want.ids, -1).cummax(dim=1).values
+    assert bool((first[equal] == want.ids[equal]).all())  # of equals the lower ids, in order
+    assert bool((inside.amin(dim=1)[equal.any(dim=1)] == 40).all())
+
+
+def test_gates_in_clusters_follow_each_other_in_a_graph():
+    """As dependents, each with rows and a weight of its own, by way of the same memory."""
+    if reason := cuda_gate.unavailable():
+        pytest.skip(reason)
+    cases = [gate_inputs(V3, 256, False, seed=10 * i) for i in range(8)]
+    rows, work = torch.empty_like(cases[0][0]), cuda_gate.workspace(256, "cuda")
+    want = [cuda_gate.gate_topk(*case, V3) for case in cases]
+    outs = [gate.new_routing(256, V3, "cuda") for _ in range(16)]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i, (x, weight, bias) in enumerate(cases):
+            torch.add(x, 0, out=rows)
+            for out in outs[2 * i : 2 * i + 2]:
+                more = {"out": out, "work": work, "dependent": True}
+                cuda_gate.gate_topk(rows, weight, bias, V3, **more)
+    for _ in range(20):
+        graph.replay()
+        for i, out in enumerate(outs):
+            assert all(map(torch.equal, out, want[i // 2])), i
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["bf16", "f32"])

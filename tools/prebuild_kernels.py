@@ -56,10 +56,12 @@ def tiles(tune: bool) -> list[ClusterTile]:
 
 def texts(tune: bool) -> dict[str, str]:
     """Translation units by name."""
-    from pdmesh.kernels import cuda_absorbed, cuda_gemm, hopper_mla
+    from pdmesh.kernels import cuda_absorbed, cuda_gate, cuda_gemm, hopper_mla
 
     found = {"mla_decode_fp8": f'#include "{hopper_mla.SOURCE}"'}
     found |= {f"fp8_gemm {tuple(tile)}": cuda_gemm.source(tile) for tile in tiles(tune)}
+    forms = cuda_gate.FORMS if tune else ()  # no model takes this gate yet
+    found |= {f"gate {tuple(form)}": cuda_gate.source(form) for form in forms}
     absorbed = ("absorb_query", "project_values")
     return found | {name: cuda_absorbed.source(name) for name in absorbed}
 

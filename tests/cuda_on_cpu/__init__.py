@@ -16,13 +16,14 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pdmesh.kernels import cuda_absorbed, cuda_build, cuda_gemm, hopper_mla
+from pdmesh.kernels import cuda_absorbed, cuda_build, cuda_gate, cuda_gemm, hopper_mla
 
 HERE = Path(__file__).parent
 
@@ -45,15 +46,18 @@ def needed() -> None:
         pytest.skip("needs CUDA's headers")
 
 
-def device(columns: int, kind: str) -> str:
-    """Instead of `cuda_build.on_hopper`."""
-    count, narrow = columns // 2, "true" if kind == "e4m3" else "false"
-    return f"""#include "{HERE}/device.cuh"
-inline void multiply(float (&d)[{count}], uint64_t a, uint64_t b, int add) {{
-  cpu::me->products.push_back({{d, a, b, add}});
+def device(columns: Sequence[int], kind: str, more: str | None = None) -> str:
+    """Instead of `cuda_build.on_hopper`; what `more` has is in device.cuh here."""
+    narrow = "true" if kind == "e4m3" else "false"
+    products = (
+        f"""
+inline void multiply(float (&d)[{count // 2}], uint64_t a, uint64_t b, int add) {{
+  cpu::me->products.push_back({{d, a, b, add, &multiply_now<{count}, {narrow}>}});
 }}
-void multiply_waiting(const cpu::Product& p) {{ multiply_now<{columns}, {narrow}>(p); }}
 """
+        for count in columns
+    )
+    return f'#include "{HERE}/device.cuh"\n' + "".join(products)
 
 
 def attention() -> str:
@@ -122,7 +126,7 @@ def on_cpu(monkeypatch):
         loaded.append(library(text))
         return loaded[-1]
 
-    caches = [cuda_gemm._functions, cuda_absorbed._launcher]
+    caches = [cuda_gemm._functions, cuda_absorbed._launcher, cuda_gate._launcher]
     monkeypatch.setattr(cuda_build, "on_hopper", device)
     monkeypatch.setattr(cuda_build, "loaded", load)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))

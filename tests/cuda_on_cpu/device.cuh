@@ -26,6 +26,11 @@ T __ldg(const T* at) {
   return *at;
 }
 
+template <typename T>
+T __ldcg(const T* at) {
+  return *at;
+}
+
 inline int warp_of() { return threadIdx.x / 32; }
 
 inline void __syncwarp() {
@@ -59,6 +64,12 @@ T __shfl_sync(unsigned, T value, int from) {
   return shuffled(value, from);
 }
 
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int step) {
+  const int lane = threadIdx.x % 32;
+  return shuffled(value, lane >= step ? lane - step : lane);
+}
+
 template <typename T, typename Merge>
 T reduced(T value, const Merge& merge) {
   for (int mask = 16; mask; mask /= 2) value = merge(value, __shfl_xor_sync(~0u, value, mask));
@@ -68,6 +79,25 @@ T reduced(T value, const Merge& merge) {
 inline int __reduce_max_sync(unsigned, int value) {
   return reduced(value, [](int a, int b) { return max(a, b); });
 }
+
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+  return reduced(value, [](unsigned a, unsigned b) { return min(a, b); });
+}
+
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  return reduced(value, [](unsigned a, unsigned b) { return a | b; });
+}
+
+inline int __popc(unsigned value) { return __builtin_popcount(value); }
+
+inline unsigned atomicOr(unsigned* at, unsigned bits) {
+  const unsigned before = *at;
+  *at |= bits;
+  return before;
+}
+
+inline float exp2_about(float x) { return exp2f(x); }
+inline float reciprocal_about(float x) { return 1.0f / x; }
 
 inline float __int_as_float(int bits) {
   float value;
@@ -281,10 +311,8 @@ void multiply_now(const cpu::Product& p) {
     }
 }
 
-void multiply_waiting(const cpu::Product& p);  // of the width that the kernel is compiled for
-
 inline void wait_products() {
-  for (const cpu::Product& p : cpu::me->products) multiply_waiting(p);
+  for (const cpu::Product& p : cpu::me->products) p.multiply(p);
   cpu::me->products.clear();
 }
 
@@ -296,7 +324,7 @@ void wait_groups() {
   std::vector<size_t>& groups = cpu::me->groups;
   if (groups.size() <= LEFT) return;
   const size_t count = groups[groups.size() - LEFT - 1];
-  for (size_t i = 0; i < count; ++i) multiply_waiting(products[i]);
+  for (size_t i = 0; i < count; ++i) products[i].multiply(products[i]);
   products.erase(products.begin(), products.begin() + count);
   groups.erase(groups.begin(), groups.end() - LEFT);
   for (size_t& end : groups) end -= count;

@@ -44,7 +44,7 @@ void mma_wait() {
 
 template <bool ADD>
 void mma_fp8(float (&d)[32], uint32_t a, uint32_t b) {
-  later([&d, a, b] { multiply_now<64, true>({d, a, b, ADD}); });
+  later([&d, a, b] { multiply_now<64, true>({d, a, b, ADD, nullptr}); });
 }
 
 // A's rows of a warp lie in the registers of four lanes: words of rows g and g + 8, then those half on.

@@ -36,6 +36,7 @@ struct Product {
   float* d;
   uint64_t a, b;
   int add;
+  void (*multiply)(const Product&);  // of the width asked for
 };
 
 struct Block {
