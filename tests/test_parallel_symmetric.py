@@ -83,6 +83,17 @@ def test_ranks_at_any_pace_get_the_same_sums(seed):
     assert Walk(seed, sized, EXPERTS, exchanges=6, ranks=random.Random(seed).choice([2, 3, 4])).go()
 
 
+@pytest.mark.parametrize("before", [2**31 - 2, 2**32 - 2])
+def test_a_lane_goes_on_when_numbers_of_exchanges_no_longer_fit_into_their_tag(before):
+    group = Group(Placement.even(1, EXPERTS, 2), ExchangeSize(2, 3, 5, 128, TOP, 24))
+    for end in group.ends:
+        end.lanes[0].step.fill_(before)
+    for seed in range(3):
+        group.check(*inputs(group.size, (5, 3), "balanced", EXPERTS, seed))
+        for end in group.ends:
+            end.check()
+
+
 def test_two_microbatches_are_in_flight_at_once():
     placement = scattered(2, EXPERTS, seed=4)
     group = Group(placement, sized(placement), lanes=2)

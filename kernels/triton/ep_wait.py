@@ -63,6 +63,7 @@ def wait_rows_kernel(
     """
     number = tl.load(step)
     parity = number % 2
+    told = (number << 32) >> 32  # a tag has that much of it
     rank = tl.arange(0, RANKS_P2)
     inside = rank < RANKS
     member = tl.load(members + rank, mask=inside, other=0) != 0
@@ -76,7 +77,7 @@ def wait_rows_kernel(
     while (missing > 0) & (polls < bound):
         tag = tl.load(tags + own, mask=member, other=0, volatile=True)
         come = tl.load(arrived + own, mask=member, other=0, volatile=True)
-        ready = (tag >> 32 == number) & (come >= before + (tag & 0xFFFFFFFF) * unit)
+        ready = (tag >> 32 == told) & (come >= before + (tag & 0xFFFFFFFF) * unit)
         missing = tl.sum((member & (ready == 0)).to(tl.int32), 0)
         if CLOCK:
             polls = _clock(CLOCK) - began
@@ -90,7 +91,7 @@ def wait_rows_kernel(
         arrived + own, tl.zeros_like(before), mask=member, sem="acquire", scope="sys"
     )
     tl.debug_barrier()
-    ready = member & (tag >> 32 == number) & (come >= before + (tag & 0xFFFFFFFF) * unit)
+    ready = member & (tag >> 32 == told) & (come >= before + (tag & 0xFFFFFFFF) * unit)
     rows = tl.where(ready, tag & 0xFFFFFFFF, 0)
     tl.store(seen + own, before + rows * unit, mask=ready)
     few = rows.to(tl.int32)
