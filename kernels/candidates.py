@@ -94,6 +94,10 @@ def _dense(_: torch.device) -> Any:
     return importlib.import_module("pdmesh.kernels.dense").fp8_gemm
 
 
+def _gate(_: torch.device) -> Any:
+    return importlib.import_module("pdmesh.kernels.gate_choice").gate_topk
+
+
 def _grouped(name: str) -> Candidate:
     return Candidate(
         "by rows",
@@ -158,7 +162,15 @@ def register() -> None:
                 _triton("absorbed", "project_values_quantise"),
             ),
             "rope_append": (_triton("rope_append", "rope_append", _rank),),
-            "gate_topk": (_triton("gate", "gate_topk", _few_experts),),
+            "gate_topk": (
+                Candidate(
+                    "by rows",
+                    _gate,
+                    _on_device(triton_problem, _few_experts),
+                    "DeepSeek-V3's rule in clusters up to 512 rows, Triton's for all else",
+                ),
+                _triton("gate", "gate_topk", _few_experts),
+            ),
             "permute_masked": (_triton("permute", "permute_masked"),),
             "permute_contiguous": (_triton("permute", "permute_contiguous"),),
             "unpermute": (_triton("permute", "unpermute"),),

@@ -110,8 +110,8 @@ def test_absorbed_products_are_those_of_float64(on_cpu, monkeypatch, m, heads, b
 
 
 V3 = GateRule("noaux_tc", 256, 8, 8, 4, True, 2.5)
-WIDER = cuda_gate.FORMS[1]
-EIGHT = cuda_gate.FORMS[2]
+WIDER = cuda_gate.Form(128, 14, 16)
+EIGHT = cuda_gate.Form(64, 7, 8)
 
 
 def gate_inputs(m: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -60,7 +60,7 @@ def texts(tune: bool) -> dict[str, str]:
 
     found = {"mla_decode_fp8": f'#include "{hopper_mla.SOURCE}"'}
     found |= {f"fp8_gemm {tuple(tile)}": cuda_gemm.source(tile) for tile in tiles(tune)}
-    forms = cuda_gate.FORMS if tune else ()  # no model takes this gate yet
+    forms = cuda_gate.FORMS if tune else cuda_gate.FORMS[:1]
     found |= {f"gate {tuple(form)}": cuda_gate.source(form) for form in forms}
     absorbed = ("absorb_query", "project_values")
     return found | {name: cuda_absorbed.source(name) for name in absorbed}
