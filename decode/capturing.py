@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from pdmesh.decode.config import AUTO, DecodeConfig, most_drafts
-from pdmesh.model.device.graphs import cuda_capture
+from pdmesh.model.device.compiling import compiling, of_steps
+from pdmesh.model.device.graphs import cuda_capture, half_of
 from pdmesh.model.device.model import DeviceModel
+from pdmesh.model.device.padding import graph_sizes
 from pdmesh.model.device.rank import DeviceRank
 from pdmesh.model.parallel.device_forming import PREPARING_S
 from pdmesh.model.parallel.schedule import Mode
@@ -33,7 +35,8 @@ def capture(model: DeviceModel, pool: Tensor, config: DecodeConfig) -> None:
     if model.device.type != "cuda":
         return
     rows, mtp_rows = captured_rows(config.draft_tokens, model.weights.mtp is not None)
-    model.capture(pool, rows, config.max_batch, mtp_rows)
+    with compiling(of_steps(model, _step_rows({*rows, *mtp_rows}, config.max_batch))):
+        model.capture(pool, rows, config.max_batch, mtp_rows)
     torch.cuda.empty_cache()  # computing beforehand took it for a stream that no step is on
 
 
@@ -59,6 +62,22 @@ def capture_rank(
         rank.exchange.wait_for(PREPARING_S)
         return record(compute)
 
-    rank.capture(pool, rows, config.max_batch, mtp_rows, modes, recorder)
+    counts = _step_rows({*rows, *mtp_rows}, config.max_batch, halved="microbatch" in modes)
+    with compiling(of_steps(rank.model, counts)):
+        rank.capture(pool, rows, config.max_batch, mtp_rows, modes, recorder)
     torch.cuda.empty_cache()  # as above
     rank.exchange.wait_for(PREPARING_S)
+
+
+def _step_rows(rows: Collection[int], most: int, halved: bool = False) -> list[int]:
+    """Rows of the steps that are captured, those first that are captured first.
+
+    Args:
+        rows: of a sequence.
+        most: sequences of the largest step.
+        halved: whether each may be computed in two halves too.
+    """
+    sizes = list(reversed(graph_sizes(most)))
+    if halved:
+        sizes += [part for size in sizes if size > 1 for part in (half_of(size), size // 2)]
+    return list(dict.fromkeys(size * count for count in sorted(rows) for size in sizes))

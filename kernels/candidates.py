@@ -167,7 +167,7 @@ def register() -> None:
                     "by rows",
                     _gate,
                     _on_device(triton_problem, _few_experts),
-                    "DeepSeek-V3's rule in clusters up to 512 rows, Triton's for all else",
+                    "DeepSeek-V3's rule in clusters up to 256 rows, Triton's for all else",
                 ),
                 _triton("gate", "gate_topk", _few_experts),
             ),

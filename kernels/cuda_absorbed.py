@@ -15,11 +15,19 @@ import torch
 from torch import Tensor
 
 from pdmesh.kernels import cuda_build
+from pdmesh.kernels.compiling import Compilation
 from pdmesh.kernels.cuda_build import unavailable
 from pdmesh.kernels.fp8 import BLOCK
 from pdmesh.kernels.quantised import BlockWeight, Rows, new_scales
 
-__all__ = ["absorb_query", "project_values_quantise", "shares", "unavailable", "unsupported"]
+__all__ = [
+    "absorb_query",
+    "compilation",
+    "project_values_quantise",
+    "shares",
+    "unavailable",
+    "unsupported",
+]
 
 NOPE, RANK, ROPE, VALUE = 128, 512, 64, 128
 TILE_ROWS = 64
@@ -51,6 +59,11 @@ def source(name: str) -> str:
     """The whole translation unit of "absorb_query" or "project_values"."""
     columns = {"absorb_query": 64, "project_values": 128}[name]
     return cuda_build.unit(name, columns, "bf16", {})
+
+
+def compilation(name: str) -> Compilation:
+    """What a first use of "absorb_query" or "project_values" compiles."""
+    return cuda_build.compilation(name, source(name))
 
 
 @functools.cache

@@ -5,17 +5,22 @@ Libraries are kept in $PDMESH_KERNEL_CACHE (default ~/.cache/pdmesh/kernels), on
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
+
+from pdmesh.kernels.compiling import Compilation
 
 SOURCES = Path(__file__).parent / "cuda"
 BUILD_TIMEOUT_S = 300
@@ -92,26 +97,56 @@ def unit(
     return "\n".join([defines, on_hopper(widths, kind, more), common.read_text(), own.read_text()])
 
 
+def once(library: Path, make: Callable[[Path], None]) -> Path:
+    """The library, written by `make` to the path that it gets unless it is there already.
+
+    Of all threads and processes that want it one makes it, and the others wait. It is there whole
+    or not at all.
+    """
+    if library.exists():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(library.with_suffix(".lock")):
+        if not library.exists():
+            with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+                made = Path(scratch) / library.name
+                make(made)
+                made.replace(library)
+    return library
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    with lock.open("w") as held:
+        with contextlib.suppress(OSError):  # a file system without locks: work is done twice
+            fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
 def build(text: str, folder: Path, compiler: str) -> Path:
     """Compiles the text into a library of the folder if it is not there yet.
 
     Raises:
         RuntimeError: the compiler's message.
     """
-    library = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.so"
-    if library.exists():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        source, made = Path(scratch) / "unit.cu", Path(scratch) / "made.so"
+
+    def make(made: Path) -> None:
+        source = made.with_name("unit.cu")
         source.write_text(text)
         command = [compiler, "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC"]
         command += ["-gencode=arch=compute_90a,code=sm_90a", "-o", str(made), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
         if done.returncode:
             raise RuntimeError(f"nvcc: {done.stderr[-2000:]}")
-        made.replace(library)  # whole or not at all, though several processes build it
-    return library
+
+    return once(_library(text, folder), make)
+
+
+def _library(text: str, folder: Path) -> Path:
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.so"
 
 
 def cache_folder() -> Path:
@@ -119,7 +154,7 @@ def cache_folder() -> Path:
     return Path(given) if given else Path.home() / ".cache" / "pdmesh" / "kernels"
 
 
-def loaded(text: str) -> ctypes.CDLL:
+def made(text: str) -> Path:
     """The library of a translation unit, compiled now if need be.
 
     Raises:
@@ -128,4 +163,14 @@ def loaded(text: str) -> ctypes.CDLL:
     compiler = nvcc()
     if compiler is None:
         raise RuntimeError("nvcc was not found")
-    return ctypes.CDLL(str(build(text, cache_folder(), compiler)))
+    return build(text, cache_folder(), compiler)
+
+
+def loaded(text: str) -> ctypes.CDLL:
+    """`made`, loaded into this process."""
+    return ctypes.CDLL(str(made(text)))
+
+
+def compilation(name: str, text: str) -> Compilation:
+    """What `loaded` compiles."""
+    return Compilation(name, _library(text, cache_folder()).exists, partial(made, text))

@@ -16,11 +16,21 @@ import torch
 from torch import Tensor
 
 from pdmesh.kernels import cuda_build
+from pdmesh.kernels.compiling import Compilation
 from pdmesh.kernels.cuda_build import unavailable
 from pdmesh.kernels.gate import GateRule
 from pdmesh.kernels.routing import Routing
 
-__all__ = ["FORMS", "Form", "gate_topk", "source", "unavailable", "unsupported", "workspace"]
+__all__ = [
+    "FORMS",
+    "Form",
+    "compilation",
+    "gate_topk",
+    "source",
+    "unavailable",
+    "unsupported",
+    "workspace",
+]
 
 EXPERTS, TOP, GROUPS, TOP_GROUPS = 256, 8, 8, 4
 ROWS_A_BLOCK = 32
@@ -31,17 +41,15 @@ class Form(NamedTuple):
     """How the work is cut.
 
     Attributes:
-        tile: experts of a cluster, 64 or 128.
         parts: of the hidden size, the thread blocks of a cluster.
         blocks: the most thread blocks that choose, 8 or 16.
     """
 
-    tile: int
     parts: int
     blocks: int
 
 
-FORMS = (Form(64, 6, 16), Form(64, 7, 16))
+FORMS = (Form(6, 16), Form(7, 16))
 """The usual one first, then what a search tries.
 
 256 rows are 16 tiles: in clusters of six all run at a time, of seven only 15 do on an H200.
@@ -61,8 +69,13 @@ def unsupported(rule: GateRule, rows: int, form: Form = FORMS[0]) -> str | None:
 
 def source(form: Form = FORMS[0]) -> str:
     """The whole translation unit."""
-    constants = dict(zip(("TILE", "PARTS", "BLOCKS"), form, strict=True))
+    constants = dict(zip(("PARTS", "BLOCKS"), form, strict=True))
     return cuda_build.unit("gate", (8, 16, 32, 64), "bf16", constants, "gate_device.cuh")
+
+
+def compilation() -> Compilation:
+    """What a first use of the usual form compiles."""
+    return cuda_build.compilation("gate", source())
 
 
 @functools.cache

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from pdmesh.kernels import cuda_build
+from pdmesh.kernels.compiling import Compilation
 from pdmesh.kernels.cuda_build import unavailable
 from pdmesh.kernels.gemm_config import ClusterTile, cluster_tile
 from pdmesh.kernels.quantised import BlockWeight, Rows
 
-__all__ = ["clusters", "fp8_gemm", "source", "unavailable", "unsupported"]
+__all__ = ["clusters", "compilation", "fp8_gemm", "source", "unavailable", "unsupported"]
 
 
 def unsupported(n: int, k: int) -> str | None:
@@ -33,6 +34,12 @@ def source(tile: ClusterTile) -> str:
     """The whole translation unit."""
     sizes = {name.upper(): int(value) for name, value in tile._asdict().items()}
     return cuda_build.unit("fp8_gemm", tile.block_n, "e4m3", sizes)
+
+
+def compilation(tile: ClusterTile) -> Compilation:
+    """What a first use of the tile compiles."""
+    sizes = "x".join(str(int(value)) for value in tile)
+    return cuda_build.compilation(f"fp8_gemm {sizes}", source(tile))
 
 
 class _Functions(NamedTuple):

@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from pdmesh.kernels import cublaslt_backend, cuda_gemm, deep_gemm_backend, gemm_choice
+from pdmesh.kernels.compiling import Compilation
 from pdmesh.kernels.gemm_choice import Choice
+from pdmesh.kernels.gemm_config import cluster_tile
 from pdmesh.kernels.quantised import BlockWeight, Rows
 
 UNMEASURED = ("deep_gemm", "cublaslt", "split")
@@ -34,6 +36,13 @@ def choose(m: int, n: int, k: int) -> Choice:
         return gemm_choice.choose_dense(m, n, k, missing)
     name = next(name for name in UNMEASURED if name not in missing)
     return Choice(name, "; ".join(missing.values()) or "ahead for most shapes that were measured")
+
+
+def compilation(m: int, n: int, k: int) -> Compilation | None:
+    """What the first product of this shape compiles, if it does so without a device."""
+    if choose(m, n, k).backend != "cluster":
+        return None
+    return cuda_gemm.compilation(cluster_tile(m, n, k))
 
 
 @cache

@@ -6,11 +6,13 @@ host; with `graph=True` it writes into fixed buffers, so that a captured `run` f
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from pdmesh.kernels.compiling import Compilation
 
 WORKSPACE_BYTES = 128 << 20
 RANK, ROPE = 512, 64
@@ -92,6 +94,21 @@ class Decode:
         return self._wrapper.run(  # type: ignore[no-any-return]
             query[..., :RANK], query[..., RANK:], pages[..., :RANK], pages[..., RANK:], out=out
         )
+
+
+def prefill_compilation(widths: tuple[int, int]) -> Compilation:
+    """What the first `Prefill.plan` builds, with ninja, for these widths of a key and of a value.
+
+    The module's sources are written now, since nothing locks them.
+    """
+    from flashinfer.jit import gen_batch_prefill_module
+
+    dtypes = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
+    # No rotation, no window, no cap on the scores, products in float32.
+    module = gen_batch_prefill_module("fa3", *dtypes, *widths, 0, False, False, False)
+    return Compilation(
+        "flashinfer prefill", lambda: module.is_compiled, partial(module.build, verbose=False)
+    )
 
 
 class Prefill:

@@ -12,13 +12,14 @@ import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from pdmesh.kernels import cuda_build
+from pdmesh.kernels.compiling import Compilation
 from pdmesh.kernels.quantised import LATENT_BYTES
 
 PAGE, RANK, WIDTH = 64, 512, 576
@@ -59,21 +60,22 @@ def build() -> Path:
     Raises:
         RuntimeError: there is no nvcc, or it fails; with what it printed.
     """
-    path = library_path()
-    if path.exists():
-        return path
+    return cuda_build.once(library_path(), _compile)
+
+
+def _compile(made: Path) -> None:
     nvcc = compiler()
     if nvcc is None:
         raise RuntimeError("no nvcc to compile the FP8 latent kernel with")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        command = [nvcc, *FLAGS, "-o", str(made), str(SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"nvcc failed on {SOURCE.name}: {done.stderr[-2000:]}")
-        made.replace(path)
-    return path
+    command = [nvcc, *FLAGS, "-o", str(made), str(SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"nvcc failed on {SOURCE.name}: {done.stderr[-2000:]}")
+
+
+def compilation() -> Compilation:
+    """What a first use compiles."""
+    return Compilation("mla_decode_fp8", library_path().exists, build)
 
 
 def declared(library: ctypes.CDLL) -> ctypes._NamedFuncPointer:

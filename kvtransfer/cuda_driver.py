@@ -8,8 +8,8 @@ Prototypes and constants: cuda.h, "Unified Addressing", "Memory Management", "Ev
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 from uuid import UUID
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from pdmesh.kvcache.store import LatentStore
-from pdmesh.kvtransfer.device_memory import Copy, DeviceError, ExportedPool
+from pdmesh.kvtransfer.device_memory import Copy, DeviceError, ExportedPool, SideStream
 
 HANDLE_BYTES = 64
 NOT_READY = 600
@@ -119,7 +119,7 @@ class CudaMemory:
         self._refuse_mps()
         self._context = c_void_p()
         call("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
-        self._side: torch.cuda.Stream | None = None
+        self._side = SideStream(ordinal)
 
     def holds(self, store: LatentStore) -> bool:
         device = store.tensor.device
@@ -177,14 +177,8 @@ class CudaMemory:
     def settle(self) -> None:
         self.mark(c_void_p(DEFAULT_STREAM)).wait()
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        if self._side is None:
-            self._side = torch.cuda.Stream(  # type: ignore[no-untyped-call]
-                self.ordinal, priority=-1
-            )  # a few units, before the kernels of a step
-        with torch.cuda.stream(self._side):
-            yield
+    def aside(self) -> AbstractContextManager[None]:
+        return self._side.entered()
 
     def enter(self) -> None:
         """Makes this thread's calls calls of the device."""

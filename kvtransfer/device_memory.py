@@ -7,7 +7,7 @@ may go between any two memories of the device, of another process on it, or of t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -86,6 +86,27 @@ def copies(
         else:
             pitches = run.target_step * pitch, run.source_step * pitch
             yield Copy(*at, size, run.length, *pitches)
+
+
+class SideStream:
+    """A stream of a device for a few units now and then, before the kernels of a step.
+
+    It waits for none of what is computed on other streams, and they not for it.
+    """
+
+    def __init__(self, device: torch.device | int) -> None:
+        self._device = device
+        self._made: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """What this thread computes within goes there."""
+        if self._made is None:
+            self._made = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                self._device, priority=-1
+            )
+        with torch.cuda.stream(self._made):
+            yield
 
 
 class DeviceError(OSError):

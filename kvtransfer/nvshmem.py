@@ -4,8 +4,9 @@ Every worker's pool lies in symmetric memory (``NvshmemJob.store``), so a page o
 an address that the sender can put to. Each piece is put with a signal: NVSHMEM raises a counter at
 the receiver once the piece is there. Control messages and notices of landed blocks go over a TCP
 connection with the frames of the other transports; the receiver believes a notice when the counter
-says that the pieces of all notices so far have landed. Host and device agree then: a completion
-that only the host has seen would not prove that a kernel sees the data.
+says that the pieces of all notices so far have landed, and when its checksums agree. Host and
+device agree then: a completion that only the host has seen would not prove that a kernel sees the
+data.
 
 A put cannot be called back, and the memory of a peer cannot be unmapped: pages stay in quarantine
 until the sender says that it has drained or its process is gone.
@@ -17,6 +18,7 @@ import importlib
 import importlib.util
 import socket
 import threading
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ import torch
 
 from pdmesh.kvcache.store import LatentStore
 from pdmesh.kvtransfer.checks import SAMPLED
+from pdmesh.kvtransfer.device_memory import SideStream
 from pdmesh.kvtransfer.frames import BadFrame, Hello, Welcome
 from pdmesh.kvtransfer.nvshmem_link import NvshmemLink, NvshmemReceiverLink
 from pdmesh.kvtransfer.stream_link import MAX_QUEUED_BYTES
@@ -86,6 +89,7 @@ class NvshmemJob:
         """Counters of landed pieces, one a connection to this process."""
         self.signals.zero_()
         torch.cuda.synchronize(device)
+        self._side = SideStream(device)
         self._lock = threading.Lock()
         self._free = list(range(MAX_SENDERS))
 
@@ -122,6 +126,16 @@ class NvshmemJob:
     def landed(self, number: int) -> int:
         """Pieces that have landed from one sender."""
         return int(self.signals[number].item())
+
+    def settle(self) -> None:
+        """See ``DeviceMemory``."""
+        computed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        computed.record(torch.cuda.default_stream(self.device))
+        computed.synchronize()
+
+    def aside(self) -> AbstractContextManager[None]:
+        """See ``DeviceMemory``."""
+        return self._side.entered()
 
     def close(self) -> None:
         """Leaves the job. Collective."""
@@ -174,7 +188,7 @@ class NvshmemListener(TcpListener):
     ) -> NvshmemReceiverLink:
         link = NvshmemReceiverLink(sock, endpoint, self._page_format.page_layer_bytes, peer)
         link.check_every = self._check_every
-        link.job, link.counter = self._job, self._counters.pop(sock)
+        link.memory, link.counter = self._job, self._counters.pop(sock)
         return link
 
 

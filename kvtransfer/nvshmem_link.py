@@ -14,10 +14,11 @@ import torch
 from pdmesh.kvcache.store import LatentStore, taken_units
 from pdmesh.kvtransfer.blocks import freed, joined, parted
 from pdmesh.kvtransfer.checks import checked_units, checksum
+from pdmesh.kvtransfer.compared_link import ComparedLink
 from pdmesh.kvtransfer.device_memory import copies
 from pdmesh.kvtransfer.frames import BadFrame, Credit, to_frame
 from pdmesh.kvtransfer.shm_link import PlacedLink
-from pdmesh.kvtransfer.stream_link import StreamLink, send_all
+from pdmesh.kvtransfer.stream_link import send_all
 from pdmesh.kvtransfer.transport import Destination, Drained, FinMessage, Message, Write
 
 if TYPE_CHECKING:
@@ -117,27 +118,30 @@ class NvshmemLink(PlacedLink):
         return tuple(checksum(taken[at : at + size]) for at in range(0, len(taken), size))
 
 
-class NvshmemReceiverLink(StreamLink):
+class NvshmemReceiverLink(ComparedLink):
     """The receiver's end: a notice counts once the counter says that its pieces have landed."""
 
-    one_sided = True
-    asks_places = True
-    job: NvshmemJob
+    memory: NvshmemJob
     counter = 0
     _announced = 0
+    _given_up = False
 
-    def _deliver(self, message: Message) -> None:
-        if isinstance(message, Write):
-            self._announced += message.pages
-            self._await_landed()
-        super()._deliver(message)
+    def close(self, reason: str) -> None:
+        if threading.current_thread() not in (self._reader, self._writer):
+            self._given_up = True  # else the sender's end is seen, and what it said before counts
+        super().close(reason)
 
-    def _await_landed(self) -> None:
+    def _await(self, messages: Sequence[Message]) -> None:
+        announced = sum(message.pages for message in messages if isinstance(message, Write))
+        if not announced:
+            return
+        self._announced += announced
         deadline = time.monotonic() + _LANDED_SECONDS
-        while self.job.landed(self.counter) < self._announced:
-            if self._closed or time.monotonic() > deadline:
+        while self.memory.landed(self.counter) < self._announced:
+            if self._given_up or time.monotonic() > deadline:
                 raise BadFrame("the pieces of a write did not land")
             time.sleep(_POLL_SECONDS)
 
     def _release(self) -> None:
-        self.job.give_counter(self.counter)
+        super()._release()
+        self.memory.give_counter(self.counter)

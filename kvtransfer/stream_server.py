@@ -138,7 +138,7 @@ class StreamListener:
                     daemon=True,
                 )
                 self._greeters.add(thread)
-            thread.start()
+                thread.start()  # whoever closes joins those that it finds
 
     def _greet(self, sock: socket.socket, peer: str, endpoint: ReceiverEndpoint) -> None:
         """The handshake of one connection, on a thread of its own: a slow peer delays nobody."""

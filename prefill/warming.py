@@ -12,8 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pdmesh.kernels.compiling import Compilation
 from pdmesh.model.batch import Batch, Form, SequenceSlice
 from pdmesh.model.config import ModelConfig
+from pdmesh.model.device.compiling import compiling, of_prompts
 from pdmesh.model.device.layers import MASKED_ROWS
 from pdmesh.model.device.model import DeviceModel
 from pdmesh.model.device.rank import DeviceRank
@@ -57,15 +59,40 @@ def warm_up(model: DeviceModel, pool: Tensor, most: int, called: _Computes | Non
 
     Args:
         pool: the pages.
-        called: computes in the place of `model`. The number of calls follows from `most` and the
-            model alone.
+        called: computes in the place of `model`.
     """
-    called = called or model
-    page_size, room = pool.shape[2], pool.shape[0] * pool.shape[2]
-    longest = min(room, model.config.max_position_embeddings)
-    whole = [(0, min(tokens, longest)) for tokens in _sizes(model.config, most)]
-    ends = [(keys - min(most, SMALLEST), keys) for keys in _long(model.config)]
-    for start, end in whole + ends:
+    spans = _spans(model.config, pool, most)
+    with compiling(_compilations(model, spans)):
+        _compute(model, pool, spans, called or model)
+
+
+def _spans(config: ModelConfig, pool: Tensor, most: int) -> list[tuple[int, int]]:
+    """First and last token of what is computed; how many there are follows from `most` and the
+    model alone."""
+    longest = min(pool.shape[0] * pool.shape[2], config.max_position_embeddings)
+    whole = [(0, min(tokens, longest)) for tokens in _sizes(config, most)]
+    return whole + [(keys - min(most, SMALLEST), keys) for keys in _long(config)]
+
+
+def _compilations(
+    model: DeviceModel, spans: Sequence[tuple[int, int]], halved: bool = False
+) -> list[Compilation]:
+    """What these steps compile before they compute; the MTP layer has no row for position 0.
+
+    Args:
+        halved: whether each may be computed in two halves.
+    """
+    rows = [end - first for start, end in spans for first in (start, max(1, start)) if first < end]
+    if halved:
+        rows += [half for count in rows for half in (-(-count // 2), count // 2) if half]
+    return of_prompts(model, rows)
+
+
+def _compute(
+    model: DeviceModel, pool: Tensor, spans: Sequence[tuple[int, int]], called: _Computes
+) -> None:
+    page_size = pool.shape[2]
+    for start, end in spans:
         began = time.monotonic()
         # Nobody has such prompts in a smaller pool, but all ranks compute the same: pages recur.
         table = tuple(n % pool.shape[0] for n in range(-(-end // page_size)))
@@ -116,9 +143,11 @@ def warm_up_rank(rank: DeviceRank, pool: Tensor, most: int, modes: Sequence[Mode
         most: alike on all ranks.
         modes: schedules that steps may have.
     """
-    with torch.no_grad():
+    spans = _spans(rank.model.config, pool, most)
+    compilations = _compilations(rank.model, spans, halved="microbatch" in modes)
+    with torch.no_grad(), compiling(compilations):
         for mode in modes:
-            warm_up(rank.model, pool, most, _InMode(rank, mode))
+            _compute(rank.model, pool, spans, _InMode(rank, mode))
             rank.forward(mode)
             if rank.model.weights.mtp is not None:
                 rank.mtp_forward(mode)

@@ -110,8 +110,7 @@ def test_absorbed_products_are_those_of_float64(on_cpu, monkeypatch, m, heads, b
 
 
 V3 = GateRule("noaux_tc", 256, 8, 8, 4, True, 2.5)
-WIDER = cuda_gate.Form(128, 14, 16)
-EIGHT = cuda_gate.Form(64, 7, 8)
+SEVEN = cuda_gate.Form(7, 8)
 
 
 def gate_inputs(m: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -153,7 +152,7 @@ GATES = [
     ("m", "hidden", "used", "form"),
     [
         *((*case, cuda_gate.FORMS[0]) for case in GATES),
-        *((15, 9224, 9, WIDER), (70, 1544, 67, WIDER), (129, 64, None, EIGHT)),
+        *((15, 9224, 9, SEVEN), (70, 1544, 67, SEVEN), (129, 64, None, SEVEN)),
         pytest.param(66, 9224, 66, cuda_gate.FORMS[0], marks=pytest.mark.full),
     ],
 )

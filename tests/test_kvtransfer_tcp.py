@@ -402,6 +402,34 @@ def write_frame(lease_id: str, page: int, data: memoryview, generation: int = 1)
     return write_header(write) + bytes(data) + pack_crcs([checksum(data)])
 
 
+def test_a_listener_is_closed_while_a_connection_is_just_accepted(monkeypatch):
+    """The thread that greets it is known to who closes before it runs."""
+    rig, failed = Rig(TcpListener(FORMAT)), []
+    real = threading.Thread.start
+
+    def closing():
+        try:
+            rig.receiver.close()
+        except RuntimeError as error:
+            failed.append(error)
+
+    closer = threading.Thread(target=closing)
+
+    def start(thread):
+        if thread.name.startswith("kv-greet"):
+            real(closer)
+            closer.join(0.3)  # where it does not wait for this thread, it fails meanwhile
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with connect(rig) as sock:
+        assert closed_by_peer(sock)
+    closer.join(PATIENCE)
+    assert not closer.is_alive()
+    assert failed == []
+    rig.end()
+
+
 def test_a_greeted_peer_that_sends_junk_later_fails_only_its_own_leases():
     with tcp_rig() as rig:
         rig.lease("bad", (0,))

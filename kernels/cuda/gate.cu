@@ -2,35 +2,35 @@
 // Two launches: logits that are summed up before they are written; then choice, counts and places.
 //
 // gate_project: x [m, hidden] times w [256, hidden], both bfloat16, to logits [m, 256] float32. A
-// cluster of PARTS thread blocks takes TILE experts and up to 64 rows, each a part of the hidden
+// cluster of PARTS thread blocks takes 64 experts and up to 64 rows, each a part of the hidden
 // size, in the same pieces for any number of rows; a row's parts are copied to the thread block that
 // adds them up, in a fixed order. Experts are the 64 rows of a product, so that few rows of x make
-// it short. Weights of 1,024 / (TILE / 64) columns have room at once: all of a part of DeepSeek-V3's
-// hidden size is asked for before the kernel ahead has ended, and only rows come after.
+// it short. Weights of 1,024 columns have room at once: nearly all of a part of DeepSeek-V3's hidden
+// size is asked for before the kernel ahead has ended, and only rows come after.
 //
-// A thread block: warps 0-3 and 4-7 multiply, which of 64 experts take turns at the steps, and of 128
-// have 64 each; warp 8 brings weights, warp 9 rows.
+// A thread block: warps 0-3 and 4-7 multiply and take turns at the steps; warp 8 brings weights,
+// warp 9 rows.
 //
 // gate_choose: one cluster of up to BLOCKS thread blocks, a warp a row, rows in order. Choices are a bit
 // a row and expert; the thread blocks copy how many they have of each expert to each other, a byte
 // an expert, and a choice's place is what those before have and the bits of the rows before.
 //
-// Compiled with TILE, PARTS and BLOCKS defined, after gate_device.cuh, common.cuh and `multiply` of
+// Compiled with PARTS and BLOCKS defined, after gate_device.cuh, common.cuh and `multiply` of
 // 8, 16, 32 and 64 columns, bfloat16.
 
 constexpr int EXPERTS = 256, PANEL = 64;
-constexpr int TURNS = TILE == 64 ? 2 : 1;  // warpgroups that take turns at steps
-constexpr int W_BYTES = TILE * 128, W_STAGES = TILE == 64 ? 16 : 8;
+constexpr int TILE = 64;  // experts: the rows of a product
+constexpr int TURNS = 2;  // warpgroups that take turns at steps
+constexpr int W_BYTES = TILE * 128, W_STAGES = 16;
 constexpr int PITCH = TILE + 4;  // floats of a row of sums: no two lanes store to one bank
 constexpr int PROJECTORS = 320, MULTIPLIERS = 256;
-static_assert(TILE == 64 || TILE == 128, "a warpgroup multiplies 64 experts");
 static_assert(PARTS <= 16 && BLOCKS <= 16, "of a cluster");
 
 // Of shared memory, by the rows of a tile.
 template <int ROWS>
 struct Room {
   static constexpr int X_BYTES = ROWS * 128;
-  static constexpr int X_STAGES = ROWS < 64 ? W_STAGES : TILE == 64 ? 8 : 6;
+  static constexpr int X_STAGES = ROWS < 64 ? W_STAGES : 8;
   static constexpr int X_AT = W_STAGES * W_BYTES;
   static constexpr int OWN_ROWS = (ROWS + PARTS - 1) / PARTS;  // which a thread block adds up
   static constexpr int SHARES_AT = X_AT + X_STAGES * X_BYTES;
@@ -119,17 +119,17 @@ __global__ void __launch_bounds__(PROJECTORS, 2)  // few registers: gate_choose 
     return;
   }
 
-  const int half = warp / 4, turn = TURNS == 2 ? half : 0;
+  const int half = warp / 4;
   float sums[ROWS / 2];
 #pragma unroll
   for (int j = 0; j < ROWS / 2; ++j) sums[j] = 0;
-  const uint64_t w_descriptor = descriptor(base + (TURNS == 2 ? 0 : half * 64 * 128));
+  const uint64_t w_descriptor = descriptor(base);
   const uint64_t x_descriptor = descriptor(base + R::X_AT);
-  uint32_t w_stage = turn, w_passed = 0, x_stage = turn, x_passed = 0;
+  uint32_t w_stage = half, w_passed = 0, x_stage = half, x_passed = 0;
   uint32_t last_w = 0, last_x = 0;
   // Stages are counted, not computed from the step: a division costs as much as a product.
 #pragma unroll 1
-  for (int i = turn; i < count; i += TURNS) {
+  for (int i = half; i < count; i += TURNS) {
     const uint64_t a = w_descriptor + w_stage * (W_BYTES / 16);
     const uint64_t b = x_descriptor + x_stage * (X_BYTES / 16);
     wait(w_full + w_stage * 8, w_passed);
@@ -150,31 +150,22 @@ __global__ void __launch_bounds__(PROJECTORS, 2)  // few registers: gate_choose 
 
   // A lane has experts `expert` and 8 on, and of each eight rows two.
   float* const out = reinterpret_cast<float*>(shared);
-  const int expert = (TURNS == 2 ? 0 : half * 64) + warp % 4 * 16 + lane / 4, row = lane % 4 * 2;
-  if (TURNS == 2) {
-    // Each warpgroup sums up half of the experts: the upper of a lane's two, or the lower.
-    float2* const swap = reinterpret_cast<float2*>(shared + R::X_AT) + threadIdx.x % 128;
+  const int expert = warp % 4 * 16 + lane / 4, row = lane % 4 * 2;
+  // Each warpgroup sums up half of the experts: the upper of a lane's two, or the lower.
+  float2* const swap = reinterpret_cast<float2*>(shared + R::X_AT) + threadIdx.x % 128;
 #pragma unroll
-    for (int j = 0; j < ROWS / 8; ++j) {
-      float2* const to = swap + ((1 - half) * ROWS / 8 + j) * 128;
-      *to = half ? make_float2(sums[4 * j], sums[4 * j + 1])
-                 : make_float2(sums[4 * j + 2], sums[4 * j + 3]);
-    }
-    meet<3>(MULTIPLIERS);
+  for (int j = 0; j < ROWS / 8; ++j) {
+    float2* const to = swap + ((1 - half) * ROWS / 8 + j) * 128;
+    *to = half ? make_float2(sums[4 * j], sums[4 * j + 1])
+               : make_float2(sums[4 * j + 2], sums[4 * j + 3]);
+  }
+  meet<3>(MULTIPLIERS);
 #pragma unroll
-    for (int j = 0; j < ROWS / 8; ++j) {
-      const float2 other = swap[(half * ROWS / 8 + j) * 128];
-      float* const to = out + (8 * j + row) * PITCH + expert + half * 8;
-      to[0] = (half ? sums[4 * j + 2] : sums[4 * j]) + other.x;
-      to[PITCH] = (half ? sums[4 * j + 3] : sums[4 * j + 1]) + other.y;
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < ROWS / 8; ++j) {
-      float* const to = out + (8 * j + row) * PITCH + expert;
-      to[0] = sums[4 * j], to[PITCH] = sums[4 * j + 1];
-      to[8] = sums[4 * j + 2], to[PITCH + 8] = sums[4 * j + 3];
-    }
+  for (int j = 0; j < ROWS / 8; ++j) {
+    const float2 other = swap[(half * ROWS / 8 + j) * 128];
+    float* const to = out + (8 * j + row) * PITCH + expert + half * 8;
+    to[0] = (half ? sums[4 * j + 2] : sums[4 * j]) + other.x;
+    to[PITCH] = (half ? sums[4 * j + 3] : sums[4 * j + 1]) + other.y;
   }
   proxy_fence();
   cluster_wait();  // all have begun
